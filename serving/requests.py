@@ -28,6 +28,7 @@ class RequestInput:
         token_ids: the prompt, at least one token.
         params: how to generate.
         priority: lower runs earlier, if the policy is `priority`.
+        generated: output tokens that it has already, from an engine that has failed; its next outputs go on after them.
         group: groups of requests, such as the outputs of one HTTP body, take turns in the queue; "" makes the request a
             group of its own.
 
@@ -40,6 +41,7 @@ class RequestInput:
     params: SamplingParams
     priority: int = 0
     group: str = ""
+    generated: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):

@@ -7,11 +7,13 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import current_process
 from typing import TypeAlias
 
+from serving.engine.kept import KeptOfRank
 from serving.engine.options import EngineOptions
 from serving.engine.wire.messages import Failed
 from serving.engine.wire.rendezvous import Place
@@ -61,14 +63,22 @@ def refuse_unguarded_main() -> None:
 
 
 class LocalEngines:
-    """Starts one process for every rank of this node. They end with this process at the latest."""
+    """Starts one process for every rank of this node. They end with this process at the latest.
 
-    def __init__(self, options: EngineOptions, place: Place, main: EngineMain) -> None:
+    Args:
+        kept: rank -> what its earlier process has left, and what its later one will get; empty where ranks are not
+            started again.
+    """
+
+    def __init__(
+        self, options: EngineOptions, place: Place, main: EngineMain, kept: Mapping[int, KeptOfRank] | None = None
+    ) -> None:
         self.ranks = options.local_ranks
+        places = {rank: replace(place, kept=(kept or {}).get(rank)) for rank in self.ranks}
         context = multiprocessing.get_context("spawn")
         atexit.register(self.kill)
         self._processes = {
-            rank: context.Process(target=main, args=(options, rank, place), name=f"rank {rank}", daemon=True)
+            rank: context.Process(target=main, args=(options, rank, places[rank]), name=f"rank {rank}", daemon=True)
             for rank in self.ranks
         }
         try:

@@ -11,6 +11,22 @@ from serving.engine.speculation import SpeculationConfig
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig
 
+
+@dataclass(frozen=True)
+class RestartLimits:
+    """How often engines that have failed are started again.
+
+    Attributes:
+        max_engine_restarts: most restarts within the window; one more failure ends the run. 0: the first one does.
+        engine_restart_window_s: the window, in seconds.
+        resume_timeout_s: how long a new request waits for engines that are started again, in seconds.
+    """
+
+    max_engine_restarts: int = 0
+    engine_restart_window_s: float = 600.0
+    resume_timeout_s: float = 60.0
+
+
 AUTO_DTYPE = "auto"
 """`EngineOptions.dtype` of a node that takes node 0's."""
 
@@ -33,6 +49,7 @@ class EngineOptions(ModelSettings):
         moe_backend: `experts_backend` of `ModelRunner`.
         overlap_schedule: schedule the next step while the current one runs; None: on a GPU only.
         profile_folder: where profiles are written; None for a new temporary folder.
+        restarts: how often engines that have failed are started again; never, by default.
         log_level: of the rank's own log, as in `serving.logs`; None leaves logging unchanged.
         nnodes: number of nodes (machines).
         node_rank: rank of this node.
@@ -55,6 +72,7 @@ class EngineOptions(ModelSettings):
     device: str = "cpu"
     overlap_schedule: bool | None = None
     profile_folder: Path | None = None
+    restarts: RestartLimits = field(default_factory=RestartLimits)
     log_level: str | None = None
     nnodes: int = 1
     node_rank: int = 0

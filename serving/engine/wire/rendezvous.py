@@ -28,6 +28,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
+from serving.engine.kept import KeptOfRank
 from serving.engine.options import EngineOptions
 from serving.engine.wire.agreement import describe_shape, require_same_shape, settle_dtype
 from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
@@ -55,11 +56,13 @@ class Place:
     Attributes:
         folder: the run's private folder on this node.
         host, port: where node 0's store listens, with several nodes; with one, the store lies in the folder.
+        kept: what an earlier process of the rank has left; None where a rank is not started again.
     """
 
     folder: Path
     host: str = ""
     port: int = 0
+    kept: KeptOfRank | None = None
 
 
 def host_store(options: EngineOptions, folder: Path) -> tuple[Store, Place, socket.socket | None]:
