@@ -333,7 +333,7 @@ class EngineClient:
     async def _restart(self, error: EngineDead) -> None:
         """Start engines until all are ready, or have failed too often."""
         begun = time.monotonic()
-        await self._run.end(0.0, str(error))
+        await self._run.end(0.0, str(error), again=True)
         while True:
             self._run = EngineRun(self.options, self._handle, self._failed, rejoins_s=self.options.dbo.timeout_s)
             try:
@@ -341,7 +341,7 @@ class EngineClient:
                 break
             except RunFailed as failed:
                 error = dead_error(failed.failed, self.options.describe_rank(failed.failed.rank), "did not start")
-                await self._run.end(0.0, str(error))
+                await self._run.end(0.0, str(error), again=True)
                 if not self._budget.may_restart():
                     self._give_up(failed.failed.rank, error)
                     return
