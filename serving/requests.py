@@ -19,6 +19,23 @@ class EngineDead(UBatchError):
     """An engine process ended, or its step failed; the message names the rank and why. No request can run any more."""
 
 
+class EngineRestarting(UBatchError):
+    """A new request has waited too long for engines that are started again. Try again later.
+
+    Args:
+        retry_after_s: when they are expected to serve, in seconds from now.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PoisonousRequest(UBatchError):
+    """The request has ended because it killed an engine each time that it ran, in the end alone. Do not send it again:
+    the message says how the engine failed."""
+
+
 @dataclass(frozen=True)
 class RequestInput:
     """One sequence to generate. A prompt with `n` outputs is `n` requests.

@@ -8,6 +8,8 @@ routing        which rank serves a request, and to which stream its outputs go
 prefixes       which rank was sent which beginnings of prompts
 profiles       asks every rank to write its trace, and waits
 liveness       takes all signs of life and of death, and says once which rank has failed, and why
+restarts       whether the engines may be started again
+suspects       which request kills the engines
 run_folder     the private folder of a run on one machine
 run_host       what node 0 provides for a run: folder, store, socket, who may connect
 client         the engines as the API uses them
