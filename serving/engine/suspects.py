@@ -3,7 +3,7 @@
 A request may kill an engine each time that it runs (its tokens reach a fault in a kernel, or its grammar raises). The
 engines come back and the request goes on, so it kills them again; nobody sees which of the requests in the step it was.
 A test of a group says it: run only that group. If the engine fails, a guilty request is among them. If each of them
-makes `PROGRESS` tokens, or ends, none is. A test that fails costs a restart, one that passes some steps: so a group that
+makes `PROGRESS` tokens, or ends, none is. A failed test costs a restart, one that passes some steps: so a group that
 must have a guilty one is cut without a test.
 
 A strike is a failure inside a step that the request was in. `PROGRESS` tokens without one take its strikes away.
