@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,12 +32,20 @@ from serving.engine.liveness import dead_error, start_error
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
-from serving.engine.restarts import Pause, RestartBudget
+from serving.engine.restarts import Pause, RestartBudget, RestartReason, blame
 from serving.engine.routing import RequestStream, Router
 from serving.engine.run import EngineRun, RunFailed
+from serving.engine.suspects import Suspects
 from serving.engine.wire import messages as wire
 from serving.logs import log_event
-from serving.requests import EngineDead, EngineRestarting, EngineStatistics, RequestInput, RequestOutput
+from serving.requests import (
+    EngineDead,
+    EngineRestarting,
+    EngineStatistics,
+    PoisonousRequest,
+    RequestInput,
+    RequestOutput,
+)
 from ubatch import UBatchError
 
 _logger = logging.getLogger(__name__)
@@ -70,8 +77,8 @@ class EngineClient:
     Attributes:
         dead: why the engines have failed for good; None while they run, or are started again.
         pause: why and since when they are started again; None while they run.
-        restarts: how often they were started again, by reason.
         resumed: requests that went on after a restart, each time counted.
+        poisonous: requests that were ended because they killed an engine while they ran alone.
     """
 
     info: EngineInfo
@@ -81,9 +88,10 @@ class EngineClient:
         self._main = engine_main
         self.dead: EngineDead | None = None
         self.pause: Pause | None = None
-        self.restarts: Counter[str] = Counter()
-        self.resumed = 0
+        self.resumed = self.poisonous = 0
         self._budget = RestartBudget(options.restarts)
+        self._suspects = Suspects()
+        self._ready = False  # the run's engines take requests
         self._loop = asyncio.get_running_loop()
         self._router = Router(options.data_parallel_size, options.scheduler.max_num_seqs)
         self._epoch = 0
@@ -113,7 +121,7 @@ class EngineClient:
         client = cls(options, engine_main)
         try:
             await client._run.start(engine_main, client._kept)
-            client.info = client._make_info()
+            client._begin_run()
         except RunFailed as error:
             await client._end(timeout_s=0.0)
             failed = error.failed
@@ -164,7 +172,7 @@ class EngineClient:
         stream = self._router.hold(request)
         finished = False
         try:
-            if self.pause is None:
+            if self._may_begin(stream):
                 self._epoch += 1
                 self._begin(stream, add)
             else:
@@ -175,11 +183,14 @@ class EngineClient:
                 yield output
         except UBatchError:
             finished = True
-            self._router.drop(request_id)
+            self._drop(request_id)
             raise
         finally:
             if not finished:
                 self._abort(request_id)
+
+    def _may_begin(self, stream: RequestStream) -> bool:
+        return self._ready and self._suspects.may_run(stream.request.request_id)
 
     def _begin(self, stream: RequestStream, add: bytes) -> None:
         """Send a request to the rank that the router picks."""
@@ -196,8 +207,25 @@ class EngineClient:
             message = f"engines are started again, and this request could not begin within {timeout_s:g} s. Try again."
             raise EngineRestarting(message, retry_after_s=1.0 if self.pause is None else self.pause.left_s) from None
 
-    def _abort(self, request_id: str) -> RequestStream | None:
+    def _begin_held(self) -> None:
+        """Send the requests that are held and may run, in the order of their arrival."""
+        for stream in self._router.held:
+            if self._may_begin(stream):
+                self._epoch += 1
+                self.resumed += stream.was_sent
+                self._begin(stream, wire.encode(wire.Add(stream.input, self._epoch)))
+        if self._ready and self._suspects.allowed is None:
+            self.pause = None
+
+    def _drop(self, request_id: str) -> RequestStream | None:
+        """A request has ended, or is given up."""
         stream = self._router.drop(request_id)
+        if self._suspects.watching and self._suspects.gone(request_id):
+            self._begin_held()
+        return stream
+
+    def _abort(self, request_id: str) -> RequestStream | None:
+        stream = self._drop(request_id)
         if stream is not None and stream.rank is not None and self.dead is None and not self._closing:
             self._router.aborted(stream.rank)
             self._send(stream.rank, wire.encode(wire.Abort(request_id)))
@@ -223,6 +251,11 @@ class EngineClient:
     def statistics(self) -> Mapping[int, EngineStatistics]:
         """The last statistics of every rank; zeros before the first."""
         return self._router.statistics
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Reason (`RestartReason`) -> how often engines were started again."""
+        return self._budget.counts
 
     @property
     def num_waiting(self) -> int:
@@ -295,6 +328,8 @@ class EngineClient:
         match message:
             case wire.Outputs():
                 self._router.deliver(message)
+                if self._suspects.watching:
+                    self._watch(message.outputs)
             case wire.Refused(_, request_id, kind, text, param):
                 stream = self._abort(request_id)  # it may run: only its output was too long
                 if stream is not None:
@@ -304,6 +339,19 @@ class EngineClient:
             case wire.Finished(_, result):
                 if not self._finished.done():
                     self._finished.set_result(result)
+
+    def _watch(self, outputs: Sequence[RequestOutput]) -> None:
+        """See who makes progress, so that others may run again."""
+        told = [self._suspects.progressed(output.request_id, len(output.token_ids)) for output in outputs]
+        told += [self._suspects.gone(output.request_id) for output in outputs if output.finish_reason is not None]
+        if any(told):
+            self._begin_held()
+
+    def _begin_run(self) -> None:
+        """All ranks of the run are ready."""
+        self.info = self._make_info()
+        self._ready = True
+        self._begin_held()
 
     def _make_info(self) -> EngineInfo:
         ready = [self._run.ready[rank] for rank in sorted(self._run.ready)]
@@ -316,19 +364,32 @@ class EngineClient:
 
     def _failed(self, failed: wire.Failed) -> None:
         """The cause of a failure is known: start the engines again, or give up."""
-        error = dead_error(failed, self.options.describe_rank(failed.rank))
         if self._closing:
             return
-        if not self._budget.may_restart():
+        self._ready = False
+        error = dead_error(failed, self.options.describe_rank(failed.rank))
+        reason, inside, in_step = blame(failed)
+        verdict = self._suspects.failed(in_step, inside=inside, alive=self._router)
+        for request_id in verdict.guilty:
+            self._end_poisonous(request_id, error)
+        if not self._budget.may_restart(reason, searching=verdict.searching):
             self._give_up(failed.rank, error)
             return
-        log_event(
-            _logger, "engine failed; engines are started again", level=logging.ERROR, rank=failed.rank, error=error
-        )
-        self.pause = Pause(str(error), time.monotonic(), self._budget.expected_s)
+        log_event(_logger, "engine failed", level=logging.ERROR, rank=failed.rank, error=error, then="starting again")
+        self.pause = Pause(reason, time.monotonic(), self._budget.expected_s)
         self._router.hold_all()
         self._profiles.fail(partial(EngineRestarting, "engines have failed, and are started again.", retry_after_s=1.0))
         self._restarting = asyncio.create_task(self._restart(error))
+
+    def _end_poisonous(self, request_id: str, error: EngineDead) -> None:
+        """End a request that has killed an engine while it ran alone."""
+        self.poisonous += 1
+        log_event(_logger, "request ended: it kills engines", level=logging.ERROR, request=request_id)
+        stream = self._router.drop(request_id)
+        if stream is not None:
+            cause = str(error).splitlines()[0]
+            message = f"request {request_id!r} has killed the engine each time that it ran, also alone: {cause}"
+            stream.fail(partial(PoisonousRequest, message))
 
     async def _restart(self, error: EngineDead) -> None:
         """Start engines until all are ready, or have failed too often."""
@@ -339,27 +400,23 @@ class EngineClient:
             try:
                 await self._run.start(self._main, self._kept)
                 break
-            except RunFailed as failed:
-                error = dead_error(failed.failed, self.options.describe_rank(failed.failed.rank), "did not start")
+            except RunFailed as again:
+                failed = again.failed
+                error = dead_error(failed, self.options.describe_rank(failed.rank), "did not start")
                 await self._run.end(0.0, str(error), again=True)
-                if not self._budget.may_restart():
-                    self._give_up(failed.failed.rank, error)
+                reason, *_ = blame(failed)
+                if reason is RestartReason.UNREACHABLE or not self._budget.may_restart(reason):
+                    self._give_up(failed.rank, error)
                     return
-                log_event(_logger, "engine did not start again", level=logging.ERROR, error=error)
-            except (UBatchError, OSError) as failed:  # this machine cannot start processes any more
-                self._give_up(self.options.local_ranks[0], EngineDead(f"engines cannot be started again: {failed}"))
+                log_event(_logger, "engine did not start again", level=logging.ERROR, rank=failed.rank, error=error)
+            except (UBatchError, OSError) as failure:  # this machine cannot start processes any more
+                self._give_up(self.options.local_ranks[0], EngineDead(f"engines cannot be started again: {failure}"))
                 return
-        self.info = self._make_info()
-        self._budget.took(time.monotonic() - begun)
-        self.pause = None
-        waiting = self._router.held
-        log_event(_logger, "engines serve again", seconds=time.monotonic() - begun, requests=len(waiting))
+        self._budget.expected_s = time.monotonic() - begun
+        log_event(_logger, "engines serve again", seconds=self._budget.expected_s, requests=len(self._router.held))
         for rank, pid in self._run.pids.items():
             log_event(_logger, "engine", rank=rank, pid=pid)
-        for stream in waiting:
-            self._epoch += 1
-            self.resumed += stream.was_sent
-            self._begin(stream, wire.encode(wire.Add(stream.input, self._epoch)))
+        self._begin_run()
 
     def _give_up(self, rank: int, error: EngineDead) -> None:
         """The engines have failed for good: fail all waiting calls, and end the other engines."""
