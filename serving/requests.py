@@ -19,6 +19,22 @@ class EngineDead(UBatchError):
     """An engine process ended, or its step failed; the message names the rank and why. No request can run any more."""
 
 
+class EngineRestarting(UBatchError):
+    """The engines have failed and are started again, and the request could not wait for them. Try again later.
+
+    Attributes:
+        retry_after_s: seconds until they should serve again.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PoisonousRequest(UBatchError):
+    """The request has killed an engine while it ran alone, so it was ended."""
+
+
 @dataclass(frozen=True)
 class RequestInput:
     """One sequence to generate. A prompt with `n` outputs is `n` requests.
