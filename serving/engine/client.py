@@ -376,7 +376,7 @@ class EngineClient:
             self._give_up(failed.rank, error)
             return
         log_event(_logger, "engine failed", level=logging.ERROR, rank=failed.rank, error=error, then="starting again")
-        self.pause = Pause(reason, time.monotonic(), self._budget.expected_s)
+        self.pause = Pause(str(error).splitlines()[0], time.monotonic(), self._budget.expected_s)
         self._router.hold_all()
         self._profiles.fail(partial(EngineRestarting, "engines have failed, and are started again.", retry_after_s=1.0))
         self._restarting = asyncio.create_task(self._restart(error))

@@ -22,6 +22,7 @@ SEARCH_RESTARTS = 24
 
 
 _EXPECTED_S = 10.0
+"""How long the first restart is expected to take, in seconds."""
 
 
 class RestartReason(StrEnum):
@@ -47,7 +48,7 @@ class Pause:
     """The engines are started again.
 
     Attributes:
-        reason: the `RestartReason`.
+        reason: what happened, as a sentence.
         since: when the failure was noticed, by `time.monotonic`.
         expected_s: how long it is expected to take from then on, in seconds.
     """
