@@ -9,6 +9,8 @@ prefixes       which rank was sent which beginnings of prompts
 profiles       asks every rank to write its trace, and waits
 liveness       takes all signs of life and of death, and says once which rank has failed, and why
 restarts       whether the engines may be started again
+kept           memory that a rank leaves to the process that takes its place
+step_record    which requests are in the steps that a rank runs; it outlives the rank
 suspects       which request kills the engines
 run_folder     the private folder of a run on one machine
 run_host       what node 0 provides for a run: folder, store, socket, who may connect
