@@ -137,8 +137,8 @@ class EngineRuns:
 
     async def _start_again(self, error: EngineDead) -> None:
         """Begin runs until one is ready, or they have failed too often."""
-        begun = time.monotonic()
-        await self.run.end(0.0, str(error), again=True)
+        begun, first = time.monotonic(), str(error).splitlines()[0]
+        await self.run.end(0.0, first, again=True)
         while True:
             self.run = run = EngineRun(
                 self._options, self._owner.heard, self._failed, rejoins_s=self._options.dbo.timeout_s
@@ -151,10 +151,13 @@ class EngineRuns:
                 error = dead_error(failed, self._options.describe_rank(failed.rank), "did not start")
                 await run.end(0.0, str(error), again=True)
                 reason, *_ = blame(failed)
-                if reason is RestartReason.UNREACHABLE or not self._budget.may_restart(reason):
-                    self._give_up(failed.rank, error)
-                    return
-                log_event(_logger, "engine did not start again", level=logging.ERROR, rank=failed.rank, error=error)
+                if reason is RestartReason.UNREACHABLE:  # it has had its time to come back
+                    error = EngineDead(f"{first} Engines were started again, but {error}")
+                elif self._budget.may_restart(reason):
+                    log_event(_logger, "engine did not start again", level=logging.ERROR, rank=failed.rank, error=error)
+                    continue
+                self._give_up(failed.rank, error)
+                return
             except (UBatchError, OSError) as failure:
                 self._give_up(self._options.local_ranks[0], EngineDead(f"engines cannot be started again: {failure}"))
                 return
