@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from ubatch.errors import UBatchError
 
@@ -34,6 +35,15 @@ def how_it_ended(process: BaseProcess) -> str:
         known = {int(each): each.name for each in signal.Signals}
         return f"was killed by {known.get(-status, f'signal {-status}')}"
     return f"died with exit status {status}"
+
+
+def process_state(pid: int | None) -> str:
+    """The state of a process as a letter of `/proc`: R, S and D are running, sleeping and waiting, T is stopped. Empty
+    if it has ended, or this system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:
