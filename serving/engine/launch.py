@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import resource
 import sys
 import time
@@ -17,6 +16,7 @@ from serving.engine.kept import KeptOfRank
 from serving.engine.options import EngineOptions
 from serving.engine.wire.messages import Failed
 from serving.engine.wire.rendezvous import Place
+from serving.fork_server import ForkedProcess
 from serving.processes import how_it_ended, kill
 from ubatch import ConfigError
 
@@ -75,10 +75,9 @@ class LocalEngines:
     ) -> None:
         self.ranks = options.local_ranks
         places = {rank: replace(place, kept=(kept or {}).get(rank)) for rank in self.ranks}
-        context = multiprocessing.get_context("spawn")
         atexit.register(self.kill)
         self._processes = {
-            rank: context.Process(target=main, args=(options, rank, places[rank]), name=f"rank {rank}", daemon=True)
+            rank: ForkedProcess(target=main, args=(options, rank, places[rank]), name=f"rank {rank}")
             for rank in self.ranks
         }
         try:
