@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
@@ -32,7 +33,8 @@ class EngineRestarting(UBatchError):
 
 
 class PoisonousRequest(UBatchError):
-    """The request has killed an engine while it ran alone, so it was ended."""
+    """The request has ended because it killed an engine each time that it ran, in the end alone. Do not send it again:
+    the message says how the engine failed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class RequestInput:
     params: SamplingParams
     priority: int = 0
     group: str = ""
-    generated: Sequence[int] = ()
+    generated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -284,3 +286,19 @@ class EngineStatistics(SchedulerTotals, TracedTime):
         "vllm:iteration_tokens_total", "Tokens that a step ran, of prompts, outputs and guesses.", STEP_TOKENS
     )
     dbo_auto: Mapping[str, str] = field(default_factory=dict)
+
+    def after(self, earlier: EngineStatistics) -> EngineStatistics:
+        """These, with the totals of the engine that this one has replaced."""
+        totals = [
+            each.name for each in fields(self) if Metric in each.metadata and each.metadata[Metric].kind != "gauge"
+        ]
+        return replace(self, **{name: _sum(getattr(self, name), getattr(earlier, name)) for name in totals})
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """The sum of two totals: numbers, or by key or place."""
+    if isinstance(one, Mapping):
+        return {key: one.get(key, 0) + other.get(key, 0) for key in {**other, **one}}
+    if isinstance(one, Sequence):
+        return tuple(map(sum, zip_longest(one, other, fillvalue=0)))
+    return one + other
