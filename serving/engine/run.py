@@ -52,6 +52,7 @@ class EngineRun:
 
     Attributes:
         ready: rank -> its `Ready`, once it has sent it.
+        over: whether a rank has failed.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class EngineRun:
         self.host = RunHost(options)
         self.socket = self.host.socket
         self.ready: dict[int, wire.Ready] = {}
+        self.over = False
         self.all_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.liveness = Liveness(options, self._failed, rejoins_s)
         self._tasks: list[asyncio.Task[None]] = []
@@ -190,6 +192,7 @@ class EngineRun:
         self.liveness.report(engines.ended(rank))
 
     def _failed(self, failed: wire.Failed) -> None:
+        self.over = True
         if not self.all_ready.done():
             self.all_ready.set_exception(RunFailed(failed))
         else:

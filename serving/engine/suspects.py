@@ -159,7 +159,7 @@ class Suspects:
         if len(head) == 1:
             self._forget(head[0])
             return tuple(head)
-        doubtful = [request_id for request_id in here if self._tokens[request_id] < PROGRESS] or here
+        doubtful = [request_id for request_id in here if self._tokens[request_id] < PROGRESS]
         others = [request_id for request_id in head if request_id not in in_step]
         for request_id in set(here).difference(doubtful):
             self._strikes[request_id], self._tokens[request_id] = 1, 0

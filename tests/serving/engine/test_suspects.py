@@ -111,16 +111,22 @@ def test_requests_that_progressed_in_the_test_are_not_searched_further() -> None
     fail(suspects, "abcd")
     assert suspects.allowed == {"c"}
     clear(suspects, "c")
-    assert suspects.allowed == {"d"}
+    clear(suspects, "d")
+    clear(suspects, *"efgh")
+    assert suspects.allowed is None
+    assert fail(suspects, "abcdx") == SEARCHING  # they have one strike from the search
+    assert suspects.allowed == {"a"}
 
 
 def test_a_signal_during_a_test_repeats_it() -> None:
     suspects = searching("abcd")
+    assert not suspects.progressed("c", PROGRESS)  # an output that was on its way
     suspects.progressed("a", PROGRESS)
     assert fail(suspects, "ab", inside=False) == NOBODY
     assert suspects.allowed == set("ab")
     clear(suspects, "b")
     assert suspects.allowed == {"c"}
+    assert not suspects.progressed("c", PROGRESS - 1)
 
 
 def test_requests_about_to_leave_clear_nobody_and_convict_nobody() -> None:
