@@ -97,6 +97,12 @@ class Recording(TorchDispatchMode):
             lane.at_point = None
         super().__exit__(*(error or (None,) * 3))  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under this mode. Else torch would import its compiler at the first operator, which takes
+        seconds, in the midst of a step."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -269,3 +269,8 @@ def test_a_recording_is_refused_if_torch_computes() -> None:
         recording.keep(x, x)
     assert recording.kept_bytes == 128
     assert not runs_in_c(x.double())
+
+
+def test_recording_does_not_import_a_compiler_in_the_midst_of_a_step() -> None:
+    """It takes seconds, and torch does so for the methods that it has wrapped."""
+    assert not hasattr(Recording.__torch_dispatch__, "__wrapped__")
