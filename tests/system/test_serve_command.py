@@ -140,8 +140,8 @@ def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
 @pytest.mark.parametrize(
     ("words", "rank"), [(("--data-parallel-size", "2", "--port", "0"), "rank 1"), (TP, "rank 1 (DP 0, TP 1)")]
 )
-def test_an_engine_that_dies_ends_the_server(words: tuple[str, ...], rank: str) -> None:
-    with running(MODEL, *words) as server:
+def test_an_engine_that_dies_ends_a_server_without_restarts(words: tuple[str, ...], rank: str) -> None:
+    with running(MODEL, *words, "--max-engine-restarts", "0") as server:
         pid = int(server.wait_for(r"engine rank=1 pid=(\d+)"))
         streams = [Stream(server.url, 1000) for _ in range(2)]  # one on each rank
         os.kill(pid, signal.SIGKILL)
@@ -154,8 +154,8 @@ def test_an_engine_that_dies_ends_the_server(words: tuple[str, ...], rank: str) 
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_ends_the_server() -> None:
-    with running(MODEL, "--port", "0", "--timeout-s", "4") as server:
+def test_an_engine_that_hangs_ends_a_server_without_restarts() -> None:
+    with running(MODEL, "--port", "0", "--timeout-s", "4", "--max-engine-restarts", "0") as server:
         stream = Stream(server.url, 1000)
         os.kill(int(server.wait_for(r"engine rank=0 pid=(\d+)")), signal.SIGSTOP)
         stopped = time.monotonic()
