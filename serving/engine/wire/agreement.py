@@ -103,7 +103,7 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: wire.FromEngi
     match message:
         case wire.Outputs(rank) | wire.Refused(rank):
             return rank in range(options.data_parallel_size)
-        case wire.NodeAlive(node_rank):
+        case wire.NodeAlive(node_rank) | wire.NodeFound(node_rank):
             return node_rank in range(1, options.nnodes) and sender == node_identity(node_rank)
         case wire.Failed(rank):
             return rank in range(options.world_size)
