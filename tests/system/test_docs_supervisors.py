@@ -1,4 +1,4 @@
-"""Units for systemd and the manifest for Kubernetes in docs/restarts.md: paths, time-outs and flags are the server's."""
+"""The units for systemd and the manifest of docs/restarts.md: paths, time-outs and flags are this server's."""
 
 from __future__ import annotations
 

@@ -137,11 +137,35 @@ def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [DP, TP], ids=["dp", "tp"])
+def test_an_engine_that_dies_is_started_again(words: tuple[str, ...]) -> None:
+    with running(MODEL, *words) as server:
+        pid = int(server.wait_for(r"engine rank=1 pid=(\d+)"))
+        streams = [Stream(server.url, 1000) for _ in range(2)]
+        os.kill(pid, signal.SIGKILL)
+        server.wait_for(r"engine failed rank=1 .* was killed by SIGKILL")
+        assert httpx.get(f"{server.url}/live", timeout=PATIENCE_S).status_code == 200
+        paused = httpx.get(f"{server.url}/health", timeout=PATIENCE_S)
+        assert (paused.status_code, paused.json()["error"]["code"]) == (503, "engine_restarting")
+        assert int(paused.headers["retry-after"]) >= 1
+        server.wait_for(r"engines serve again seconds=[\d.]+")
+        for stream in streams:
+            lines = [line for line in stream.to_its_end() if line.startswith("data: ")]
+            events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+            assert lines[-1] == "data: [DONE]"
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert metric(server, "ubatch:engine_restarts_total", reason="killed") == 1
+        assert metric(server, "ubatch:requests_resumed_total") == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "rank"), [(("--data-parallel-size", "2", "--port", "0"), "rank 1"), (TP, "rank 1 (DP 0, TP 1)")]
 )
-def test_an_engine_that_dies_ends_the_server(words: tuple[str, ...], rank: str) -> None:
-    with running(MODEL, *words) as server:
+def test_an_engine_that_dies_ends_a_server_without_restarts(words: tuple[str, ...], rank: str) -> None:
+    with running(MODEL, *words, "--max-engine-restarts", "0") as server:
         pid = int(server.wait_for(r"engine rank=1 pid=(\d+)"))
         streams = [Stream(server.url, 1000) for _ in range(2)]  # one on each rank
         os.kill(pid, signal.SIGKILL)
@@ -154,8 +178,8 @@ def test_an_engine_that_dies_ends_the_server(words: tuple[str, ...], rank: str) 
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_ends_the_server() -> None:
-    with running(MODEL, "--port", "0", "--timeout-s", "4") as server:
+def test_an_engine_that_hangs_ends_a_server_without_restarts() -> None:
+    with running(MODEL, "--port", "0", "--timeout-s", "4", "--max-engine-restarts", "0") as server:
         stream = Stream(server.url, 1000)
         os.kill(int(server.wait_for(r"engine rank=0 pid=(\d+)")), signal.SIGSTOP)
         stopped = time.monotonic()

@@ -39,7 +39,7 @@ def listening(host: Host) -> set[str]:
 
 @pytest.mark.slow
 def test_two_hosts_serve_together_and_end_together(hosts: list[Host], secret: Path) -> None:
-    flags = ["--enable-expert-parallel", "--port", PORT]
+    flags = ["--enable-expert-parallel", "--port", PORT, "--max-engine-restarts", "0"]
     first, second = (host.start("serve", node_rank, secret, *flags) for node_rank, host in enumerate(hosts))
     wait_until(lambda: first.poll() is not None or "ready on http" in hosts[0].output(), "ready", 90)
     assert first.poll() is None, hosts[0].output() + hosts[1].output()

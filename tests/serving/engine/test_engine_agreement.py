@@ -24,6 +24,7 @@ from repository import TINY_MOE
 from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.client import EngineClient as Client
+from serving.engine.options import RestartLimits
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire.agreement import describe_shape, require_same_shape
 from serving.engine.wire.messages import (
@@ -103,6 +104,7 @@ def test_what_is_a_machines_own_may_differ(tmp_path: Path) -> None:
     there = replace(
         two_nodes(1, master_addr="127.0.0.1", kv_cache_memory=1 << 20, log_level="debug", profile_folder=tmp_path),
         model=copy,
+        restarts=RestartLimits(resume_timeout_s=1.0),
     )
     require_same_shape(two_nodes(), describe_shape(there), 1)
     (copy / "config.json").write_text(json.dumps(json.loads((copy / "config.json").read_text()) | {"vocab_size": 7}))

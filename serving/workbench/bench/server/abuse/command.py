@@ -45,6 +45,7 @@ FLAGS = (
     "--dbo-decode-token-threshold=16",
     "--max-prefill-tokens-per-mixed-step=auto",
     f"--max-connections={_MAX_CONNECTIONS}",
+    "--max-engine-restarts=0",  # an attack that ends an engine must be seen
 )
 
 

@@ -80,14 +80,17 @@ async def rounds(server: Server, process: ServerProcess, count: int, streams: in
 
 
 def engines_of(process: ServerProcess) -> list[int]:
-    """Process ids of the engines, the API process's children, in the order of their ranks."""
-    pid = process.process.pid
+    """Process ids of the engines in the order of their ranks: the children of what the API process forks them from."""
     try:
-        children = [int(child) for each in Path(f"/proc/{pid}/task").iterdir()
-                    for child in (each / "children").read_text().split()]  # fmt: skip
+        forked = [child for child in _children(process.process.pid) if b"resource_tracker" not in _command_line(child)]
+        return sorted(engine for child in forked for engine in _children(child))
     except OSError as error:
-        raise RequestFailed(f"process {pid} of the server is gone.") from error
-    return [child for child in sorted(children) if b"resource_tracker" not in _command_line(child)]
+        raise RequestFailed(f"process {process.process.pid} of the server is gone.") from error
+
+
+def _children(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for each in threads for child in (each / "children").read_text().split()]
 
 
 def _command_line(pid: int) -> bytes:
