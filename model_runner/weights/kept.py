@@ -8,8 +8,8 @@ cache. Weights on a GPU are not kept, and neither are oneDNN's packed ones, whos
     64 KiB     where the index lies, and its checksum; written last, so an unfinished one is not used
     68 KiB     the bytes of all tensors, then the index: the objects, pickled, with their tensors by number
 
-The process that prepares the memory uses it as its next ones do: its tensors are views of it, so weights are there once.
-The views are private: what a process writes to them stays its own (copy on write).
+The process that prepares the memory uses it as its next ones do, so weights are there once: its tensors are views. They
+are private, so that what a process writes to them stays its own (copy on write).
 """
 
 from __future__ import annotations

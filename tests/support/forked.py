@@ -44,8 +44,7 @@ def fork_server() -> None:
     os.close(alive)
     ours = forkserver._forkserver  # type: ignore[attr-defined]
     ours._forkserver_address, ours._forkserver_alive_fd, ours._forkserver_pid = address, held, server.pid
-    if "serving.engine.launch" in sys.modules:
-        _fork_the_server_of_ranks()
+    _fork_the_server_of_ranks()
 
 
 def _fork_the_server_of_ranks() -> None:
