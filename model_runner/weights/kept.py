@@ -81,6 +81,7 @@ class KeptStart:
         if not length or zlib.crc32(index) != checksum:
             return None
         self.attached = True
+        _logger.info("the model is the one that this rank's earlier process has prepared")
         return self._unpickle(index, given)
 
     def keep(self, objects: Any, given: Mapping[str, object]) -> Any:
