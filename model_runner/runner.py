@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,10 +118,18 @@ class ModelRunner(StepRunner):
             check_schedules(self.dbo, self.all2all, self.experts_backend, self.device, verifies=verifies)
         parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts)
         checkpoint.projection_block = blocks.projections
+        kept = own.kept if self.device.type == "cpu" else None
+        given = {"all2all": self.all2all, "tensor_parallel": self.tensor_parallel, "group": own.group, "link": own.link}
         with taking_long("loading the model"), fits_in_memory(f"the weights of {self.model_path}"):
-            self.model = kind.load(self.config, checkpoint, parallel).eval()
-            log_projections(checkpoint)
-            self.draft = None if own.draft is None else load_draft(own.draft.algorithm, own.draft.path, self)
+            loaded = None if kept is None else kept.attach(given)
+            if loaded is None:
+                self.model = kind.load(self.config, checkpoint, parallel).eval()
+                log_projections(checkpoint)
+                self.draft = None if own.draft is None else load_draft(own.draft.algorithm, own.draft.path, self)
+                loaded = self.model, self.draft
+                if kept is not None:
+                    loaded = kept.keep(loaded, given)
+            self.model, self.draft = loaded
 
     def _size_cache(self, checkpoint: Checkpoint) -> None:
         """Make the pool of states, then the KV cache, in the room that is given or left."""
@@ -135,13 +144,25 @@ class ModelRunner(StepRunner):
         if own.num_kv_blocks is not None:
             num_blocks = own.num_kv_blocks
         elif own.gpu_memory_utilization is not None:
-            memory = CudaMemory(self.device) if own.memory is None else own.memory
-            num_blocks = measured_blocks(self, spec, own.gpu_memory_utilization, open_cache, memory)
+            num_blocks = self._measured_blocks(spec, own.gpu_memory_utilization, open_cache)
         else:
             num_blocks = spec.blocks_in(DEFAULT_KV_CACHE_MEMORY if own.kv_cache_memory is None else own.kv_cache_memory)
         if self.tensor_parallel is not None:  # memory may differ, but all must admit the same requests
             num_blocks = int(self.tensor_parallel.group.least(num_blocks))
         open_cache(num_blocks)
+
+    def _measured_blocks(self, spec: CacheSpec, share: float, open_cache: Callable[[int], None]) -> int:
+        """The KV blocks that fit; those that an earlier process has measured, if every rank knows of its own."""
+        own, what = self.settings, "KV blocks"
+        known = {} if own.kept is None else own.kept.measured
+        if own.group is None or own.kept is None:
+            taken_over = what in known
+        else:
+            taken_over = bool(own.group.least(float(what in known)))
+        if not taken_over:
+            memory = CudaMemory(self.device) if own.memory is None else own.memory
+            known[what] = measured_blocks(self, spec, share, open_cache, memory)
+        return int(known[what])
 
     def _open_cache(self, checkpoint: Checkpoint, spec: CacheSpec, num_blocks: int) -> None:
         """Make a KV cache and everything that holds its addresses; a previous cache is closed."""

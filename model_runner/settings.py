@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from model_runner.speculation.accept import Acceptance
+from model_runner.weights.kept import KeptStart
 from model_runner.weights.weight_pass import Progress
 from moe import EmulatedLink
 from ubatch import CommGroup, ConfigError, CUDAGraphMode, GraphBackend, UBatchConfig, Verify, nearest
@@ -183,6 +184,7 @@ class RunnerSettings(ModelSettings):
         graphs: back end that captures and replays; CUDA by default.
         memory: measures the device's memory; CUDA by default.
         on_weights: called with the bytes of weights read so far, and the bytes that this rank reads in all.
+        kept: what an earlier process of the rank has prepared, and what this one leaves to the next.
 
     Raises:
         ConfigError: at construction, if `dbo` has another group, the dtype of the KV cache is unknown, two sizes of it
@@ -208,6 +210,7 @@ class RunnerSettings(ModelSettings):
     graphs: GraphBackend | None = None
     memory: DeviceMemory | None = None
     on_weights: Progress | None = None
+    kept: KeptStart | None = None
 
     def __post_init__(self) -> None:
         if self.dbo is not None and self.dbo.group is not None and self.dbo.group is not self.group:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ubatch import ConfigError
-from ubatch.kernels import best_times
+from ubatch.kernels import best_times, choice
 
 _FEW_ROWS = 64  # up to here reading the weight takes the time, beyond it the arithmetic
 _PROBES = {True: (32, 512, 1024), False: (256, 512, 1024)}  # few rows or not: tokens, inputs, outputs
@@ -144,6 +144,10 @@ def _onednn_is_faster(few_rows: bool) -> bool:
     """Measured once per process, for few rows and for many."""
     if not _has_onednn():
         return False
+    return choice(f"oneDNN is faster, few rows: {few_rows}", lambda: _measure_onednn(few_rows))
+
+
+def _measure_onednn(few_rows: bool) -> bool:
     with torch.inference_mode():
         tokens, inputs, outputs = _PROBES[few_rows]
         x, weight = torch.ones(tokens, inputs, device="cpu"), torch.ones(outputs, inputs, device="cpu")
@@ -156,6 +160,10 @@ def _packed_is_faster(dtype: torch.dtype) -> bool:
     """Measured once per process and dtype."""
     if not _has_onednn():
         return False
+    return choice(f"packing pays: {dtype}", lambda: _measure_packed(dtype))
+
+
+def _measure_packed(dtype: torch.dtype) -> bool:
     with torch.inference_mode():
         tokens, inputs, outputs = _EXPERT_PROBE
         x = torch.ones(tokens, inputs, dtype=dtype, device="cpu")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,13 @@ class GroupedLinear:
             for half, part in zip(halves, packed.split(width, dim=2), strict=True):
                 padded = F.pad(half[expert], missing) if any(missing) else half[expert]
                 part.copy_(padded.view(self._panels, width, groups, kernel.group).transpose(1, 2))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: the compiled kernel is loaded anew."""
+        return {**vars(self), "_kernel": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _kernel=_kernel(state["dtype"]))
 
     def __call__(self, x: Tensor, first_row: Tensor, source: Tensor | None = None, *, first_expert: int = 0) -> Tensor:
         """Multiply the rows of every expert by its weight. The arguments are not checked.

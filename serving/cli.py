@@ -15,6 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 from serving.arguments.parser import parse_options
+from serving.fork_server import begin as begin_forking
 from serving.standard_streams import StdoutLost, give_up_stdout, open_standard_streams
 from ubatch import __version__
 from ubatch.errors import UBatchError, nearest, shown
@@ -75,6 +76,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 """Command -> its module, and what it does."""
 
+_SERVE, _ONLY_SAYS = "serve", {"-h", "--help", "--print-config"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a failure, 2 for a wrong call."""
@@ -100,6 +103,8 @@ def _run(words: list[str]) -> int:
         return _usage(words)
     try:
         check_packages()
+        if name == _SERVE and not _ONLY_SAYS.intersection(words):
+            begin_forking()  # it imports what ranks need beside this process, which imports what the command needs
         module: Any = importlib.import_module(COMMANDS[name][0])  # takes seconds; Ctrl-C may interrupt it
         read = module.read if hasattr(module, "read") else partial(parse_options, module.Options)
         options = read(f"ubatch {name}", COMMANDS[name][1], words[len(name.split()) :])

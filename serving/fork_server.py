@@ -77,7 +77,7 @@ class ForkServer:
     """
 
     def __init__(self, connection: socket.socket, process: _Child, environ: Mapping[str, str] | None) -> None:
-        self._connection, self._environ = connection, environ
+        self._connection, self._process, self._environ = connection, process, environ
         self._end = weakref.finalize(self, _end, connection, process)
 
     @classmethod

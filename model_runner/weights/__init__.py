@@ -12,14 +12,18 @@ weights              a checkpoint's tensors, whole or a rank's part
 fp8                  projections and experts that stay in fp8
 dummy_weights        random weights instead (`load_format dummy`)
 kv_scales            static scales of an fp8 KV cache
+kept                 the loaded model, for the next process of the rank
 """
 
 from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.files import read_json
 from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.kept import KeptStart, describe_files
 
 __all__ = [
     "HFConfig",
+    "KeptStart",
+    "describe_files",
     "open_checkpoint",
     "read_json",
 ]

@@ -18,7 +18,7 @@ from moe.cpu_linear import packing_pays
 from moe.experts.base import BatchedExperts, BlockwiseExperts, FusedExperts, SignallingExperts
 from moe.experts.registry import check_takes_biases, make_experts
 from ubatch import ConfigError
-from ubatch.kernels import Chosen, Launches, best_times, fastest, measured, why_not_c
+from ubatch.kernels import Chosen, Launches, best_times, choice, fastest, measured, why_not_c
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOP_K = 8, 512, 256, 4
 _TOKENS = (16, 256)  # tokens of a decode step, and of a prefill; both have the same weight
@@ -174,6 +174,10 @@ def fastest_cpu_experts(dtype: torch.dtype, device: torch.device) -> str:
 
 @cache
 def _native_is_faster(than: str, dtype: torch.dtype) -> bool:
+    return choice(f"C is faster than {than}: {dtype}", lambda: _measure_native(than, dtype))
+
+
+def _measure_native(than: str, dtype: torch.dtype) -> bool:
     with torch.inference_mode():
         w13 = torch.ones(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN, dtype=dtype, device="cpu")
         w2 = torch.ones(_EXPERTS, _HIDDEN, _INTERMEDIATE, dtype=dtype, device="cpu")

@@ -17,7 +17,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, reduction
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serving.fork_server import ForkServer
 
 PRELOAD = ["torch", "torch.distributed.distributed_c10d", "ubatch"]
 """What the server imports where it is not forked itself."""
@@ -44,11 +47,13 @@ def fork_server() -> None:
     os.close(alive)
     ours = forkserver._forkserver  # type: ignore[attr-defined]
     ours._forkserver_address, ours._forkserver_alive_fd, ours._forkserver_pid = address, held, server.pid
-    if "serving.engine.launch" in sys.modules:
-        _fork_the_server_of_ranks()
+    from serving import fork_server
+
+    fork_server.use(forked_server())
 
 
-def _fork_the_server_of_ranks() -> None:
+def forked_server() -> ForkServer:
+    """A server of ranks, forked from this process."""
     from serving import fork_server
 
     mine, theirs = socket.socketpair()
@@ -60,8 +65,9 @@ def _fork_the_server_of_ranks() -> None:
             signal.signal(number, signal.SIG_IGN)
         fork_server.serve_imported(theirs.detach(), handlers)
 
-    fork_server.use(fork_server.ForkServer(mine, _forked(serve), None))
+    child = _forked(serve)
     theirs.close()
+    return fork_server.ForkServer(mine, child, None)
 
 
 @dataclass

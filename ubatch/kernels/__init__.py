@@ -8,11 +8,13 @@ quick_launch  launches of Triton's kernels, found by a short key
 triton_jit    Triton's `jit`, typed, and its interpreter
 autotuner     measures which way to run a kernel is fastest, and remembers it in a file
 candidates    the same for back ends, and for ways of computing on a CPU
+choices       what was measured on a CPU, for the process that takes a rank's place
 """
 
 from ubatch.kernels.autotuner import autotune
 from ubatch.kernels.c_jit import OFF_VARIABLE, TILES_SOURCE, compile_c, kernel_of, kernels_of, why_not_c
 from ubatch.kernels.candidates import Chosen, Launches, best_times, fastest, measured
+from ubatch.kernels.choices import choice, remember_choices
 from ubatch.kernels.recording import Rebinds, Recording, this_thread
 from ubatch.kernels.sums import add, add_bias, to_float
 from ubatch.kernels.tensors import rows_contiguous, runs_in_c
@@ -28,11 +30,13 @@ __all__ = [
     "add_bias",
     "autotune",
     "best_times",
+    "choice",
     "compile_c",
     "fastest",
     "kernel_of",
     "kernels_of",
     "measured",
+    "remember_choices",
     "rows_contiguous",
     "runs_in_c",
     "this_thread",

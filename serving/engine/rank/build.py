@@ -10,7 +10,9 @@ import torch
 from tqdm import tqdm
 
 from model_runner import ModelRunner, RunnerSettings, SamplingParams, generate
+from model_runner.weights import KeptStart, describe_files
 from moe import EmulatedLink
+from serving.engine.kept import SharedMemory
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
 from serving.engine.rank.runner_setup import WeightsBar
@@ -18,7 +20,8 @@ from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
 from serving.structured.matcher import GrammarCompiler
 from serving.structured.tokenizer import load_grammar_tokenizer
-from ubatch import CapturedGraph, CommGroup
+from ubatch import CapturedGraph, CommGroup, __version__
+from ubatch.kernels import remember_choices
 
 _logger = logging.getLogger(__name__)
 
@@ -27,12 +30,18 @@ _MIB = 2**20
 
 
 def make_runner(
-    options: EngineOptions, group: CommGroup | None = None, *, device_index: int = 0, num_kv_blocks: int | None = None
+    options: EngineOptions,
+    group: CommGroup | None = None,
+    *,
+    device_index: int = 0,
+    num_kv_blocks: int | None = None,
+    kept: SharedMemory | None = None,
 ) -> ModelRunner:
     """Load the model on this rank.
 
     Args:
         num_kv_blocks: size of the KV cache; overrides the options' memory settings.
+        kept: what an earlier process of this rank has left; choices that it has measured are taken over in this one.
 
     Raises:
         CheckpointError, ConfigError: see `ModelRunner`.
@@ -57,8 +66,19 @@ def make_runner(
         dtype=getattr(torch, options.dtype),
         device=f"cuda:{device_index}" if options.device == "cuda" else options.device,
         on_weights=WeightsBar(show=group is None or group.rank == 0),
+        kept=None if kept is None else _kept_start(options, 0 if group is None else group.rank, kept),
     )
     return ModelRunner(options.model, settings)
+
+
+def _kept_start(options: EngineOptions, rank: int, memory: SharedMemory) -> KeptStart:
+    draft = None if options.speculation is None else options.speculation.draft_model_path
+    files = describe_files(options.model, draft)
+    start = KeptStart(
+        memory.fd, f"{__version__} rank {rank} of {options} on {torch.get_num_threads()} threads: {files}"
+    )
+    remember_choices(start.measured)
+    return start
 
 
 def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:

@@ -41,6 +41,7 @@ from tqdm import tqdm
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, ModelRunner, RequestError
+from serving.engine.kept import SharedMemory
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.core import EngineCore
@@ -112,7 +113,7 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
 
 def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: EngineLink) -> None:
     link = join_turns(client, place.folder, options, rank, check_parent)
-    with _loaded(options, rank, run, client) as (runner, core):
+    with _loaded(options, rank, run, client, None if place.kept is None else place.kept.weights) as (runner, core):
         if place.kept is not None:
             core.record = StepRecord(place.kept.steps)
         memory = describe_memory(runner)
@@ -131,7 +132,7 @@ class ToldToEnd(UBatchError):
 
 @contextmanager
 def _loaded(
-    options: EngineOptions, rank: int, run: Run, client: EngineLink
+    options: EngineOptions, rank: int, run: Run, client: EngineLink, kept: SharedMemory | None = None
 ) -> Iterator[tuple[ModelRunner, EngineCore]]:
     """Join the other ranks, load the model, warm it up and make its loop; all is released at the end."""
     local_rank = place_rank(options, rank)
@@ -148,7 +149,7 @@ def _loaded(
         group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s) if collective else None
         bar.update()
         bar.set_postfix_str("load the model")
-        with make_runner(options, group, device_index=local_rank) as runner:
+        with make_runner(options, group, device_index=local_rank, kept=kept) as runner:
             bar.update()
             bar.set_postfix_str("warm up")
             warm_up(options, runner)

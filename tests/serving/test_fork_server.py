@@ -1,0 +1,275 @@
+"""The process that ranks are forked from: what its processes see, how they end, and that nobody outlives anybody."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import exit_code, in_child
+from engine_mains import is_alive, wait_until
+from forked import forked_server
+
+from serving import fork_server
+from serving.fork_server import CannotFork, ForkedProcess, ForkServer
+from serving.processes import Orphaned, check_parent, how_it_ended
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    """A server for one test, in place of that of all tests."""
+    before, own = fork_server._current, forked_server()
+    fork_server.use(own)
+    yield own
+    fork_server.use(before)
+    own.close()
+
+
+def start(target: Callable[..., object], *args: Any) -> ForkedProcess:
+    process = ForkedProcess(target=target, args=args, name="rank 0")
+    process.start()
+    return process
+
+
+def pid_of(server: ForkServer) -> int:
+    return int(server._process.pid)  # type: ignore[attr-defined]
+
+
+# -- what a process is -------------------------------------------------------------------------------------------------
+
+
+def tell(pipe: Any, *questions: Callable[[], object]) -> None:
+    pipe.send([question() for question in questions])
+
+
+def ask(*questions: Callable[[], object]) -> list[Any]:
+    """What a forked process answers."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    process = start(tell, writer, *questions)
+    writer.close()
+    assert reader.poll(30)
+    answers: list[Any] = reader.recv()
+    process.join()
+    assert process.exitcode == 0
+    return answers
+
+
+def threads_of_the_server() -> int:
+    return len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+
+def has_imported() -> dict[str, bool]:
+    return {name: name in sys.modules for name in ("serving.engine.rank.process", "torch", "triton", "torch._inductor")}
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
+
+
+def own_variable() -> str | None:
+    return os.environ.get("UBATCH_TEST_VARIABLE")
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGCHLD)]
+
+
+def open_files() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def arguments() -> list[str]:
+    return sys.argv
+
+
+def test_the_server_has_one_thread_and_touches_no_gpu() -> None:
+    """One as users have it, which imports for seconds; else the tests' own."""
+    before = fork_server._current
+    own = ForkServer.start()
+    fork_server.use(own)
+    try:
+        threads, modules, cuda, blas = ask(threads_of_the_server, has_imported, has_cuda, own_openblas)
+        assert threads == 1
+        imported = {"serving.engine.rank.process": True, "torch": True, "triton": False, "torch._inductor": False}
+        assert modules == imported
+        assert not cuda
+        assert blas == os.environ.get("OPENBLAS_NUM_THREADS"), "that is the server's alone"
+    finally:
+        fork_server.use(before)
+        own.close()
+
+
+def own_openblas() -> str | None:
+    return os.environ.get("OPENBLAS_NUM_THREADS")
+
+
+def test_a_process_is_where_its_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UBATCH_TEST_VARIABLE", "mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["one", "two"])
+    soft, hard = open_files()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        variable, folder, words, files, own = ask(own_variable, os.getcwd, arguments, open_files, handlers)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (variable, folder, words) == ("mine", str(tmp_path), ["one", "two"])
+    assert files == (soft - 1, hard)
+    assert own == [signal.SIG_DFL, signal.SIG_DFL]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def test_it_writes_where_its_caller_writes(capfd: pytest.CaptureFixture[str]) -> None:
+    start(say, "here").join()
+    assert capfd.readouterr().out == "here\n"
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------------
+
+
+def exit_7() -> None:
+    sys.exit(7)
+
+
+def wait_long() -> None:
+    time.sleep(600)
+
+
+def test_how_each_has_ended_is_told() -> None:
+    well, badly, killed = start(sys.exit), start(exit_7), start(wait_long)
+    assert killed in multiprocessing.active_children()
+    killed.kill()
+    assert how_it_ended(well) == "died with exit status 0"
+    assert how_it_ended(badly) == "died with exit status 7"
+    assert how_it_ended(killed) == "was killed by SIGKILL"
+    killed.kill()  # ended: nobody else is killed who has its number now
+    assert killed not in multiprocessing.active_children()
+
+
+def test_signals_that_reach_every_process_do_not_end_the_server(server: ForkServer) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid_of(server), number)
+    process = start(exit_7)
+    assert how_it_ended(process) == "died with exit status 7"
+    assert fork_server._current is server
+
+
+def test_if_the_server_is_killed_its_processes_are_and_another_one_begins(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    another = forked_server()
+    monkeypatch.setattr(ForkServer, "start", lambda: another)
+    process = start(wait_long)
+    os.kill(pid_of(server), signal.SIGKILL)
+    assert how_it_ended(process) == "was killed by SIGKILL"
+    assert wait_until(lambda: not is_alive(process.pid or 0))
+    assert how_it_ended(start(exit_7)) == "died with exit status 7"
+    assert fork_server._current is another
+    another.close()
+
+
+def test_a_server_that_ends_at_once_is_told(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_and_end() -> ForkServer:
+        one = forked_server()
+        os.kill(pid_of(one), signal.SIGKILL)
+        one._process.wait()
+        return one
+
+    monkeypatch.setattr(ForkServer, "start", start_and_end)
+    server.close()
+    fork_server.use(None)
+    with pytest.raises(CannotFork, match="has ended"):
+        start(exit_7)
+
+
+def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
+    told = tmp_path / "pids"
+
+    def body() -> None:
+        server = forked_server()
+        fork_server.use(server)
+        process = start(wait_long)
+        told.with_suffix(".new").write_text(f"{pid_of(server)} {process.pid}")
+        told.with_suffix(".new").rename(told)
+        time.sleep(60)
+
+    caller = in_child(body)
+    assert wait_until(told.exists)
+    pids = [int(word) for word in told.read_text().split()]
+    assert all(map(is_alive, pids))
+    os.kill(caller, signal.SIGKILL)
+    assert exit_code(caller) == -signal.SIGKILL
+    assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_process_sees_that_its_caller_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Caller:
+        pid = 1
+        sentinel, other = os.pipe()
+
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: Caller)
+    check_parent()
+    os.close(Caller.other)
+    with pytest.raises(Orphaned, match="is gone"):
+        check_parent()
+    os.close(Caller.sentinel)
+
+
+# -- which server ------------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A server's process that does nothing."""
+
+    ended = False
+
+    def kill(self) -> None:
+        self.ended = True
+
+    def wait(self) -> int:
+        return 0
+
+
+def test_another_environment_gets_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that the first one has loaded have read the other one."""
+    before, children, ends = fork_server._current, [], []
+
+    def begin() -> ForkServer:
+        ours, theirs = socket.socketpair()
+        children.append(Child())
+        ends.append(theirs)
+        return ForkServer(ours, children[-1], dict(os.environ))
+
+    monkeypatch.setattr(ForkServer, "start", begin)
+    try:
+        fork_server.use(None)
+        first = fork_server.begin()
+        assert fork_server.begin() is first
+        monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        second = fork_server.begin()
+        assert second is not first
+        assert not children[0].ended, "its processes run"
+        del first
+        assert children[0].ended
+        ends[1].close()
+        assert fork_server.begin() is not second, "that one has ended"
+        fork_server._current.close()  # type: ignore[union-attr]
+    finally:
+        fork_server.use(before)
+        for each in ends:
+            each.close()
