@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
@@ -20,10 +21,10 @@ class EngineDead(UBatchError):
 
 
 class EngineRestarting(UBatchError):
-    """A new request has waited too long for engines that are started again. Try again later.
+    """The engines have failed and are started again, and the request could not wait for them. Try again later.
 
-    Args:
-        retry_after_s: when they are expected to serve, in seconds from now.
+    Attributes:
+        retry_after_s: seconds until they should serve again.
     """
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
@@ -58,7 +59,7 @@ class RequestInput:
     params: SamplingParams
     priority: int = 0
     group: str = ""
-    generated: Sequence[int] = ()
+    generated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -285,3 +286,19 @@ class EngineStatistics(SchedulerTotals, TracedTime):
         "vllm:iteration_tokens_total", "Tokens that a step ran, of prompts, outputs and guesses.", STEP_TOKENS
     )
     dbo_auto: Mapping[str, str] = field(default_factory=dict)
+
+    def after(self, earlier: EngineStatistics) -> EngineStatistics:
+        """These, with the totals of the engine that this one has replaced."""
+        totals = [
+            each.name for each in fields(self) if Metric in each.metadata and each.metadata[Metric].kind != "gauge"
+        ]
+        return replace(self, **{name: _sum(getattr(self, name), getattr(earlier, name)) for name in totals})
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """The sum of two totals: numbers, or by key or place."""
+    if isinstance(one, Mapping):
+        return {key: one.get(key, 0) + other.get(key, 0) for key in {**other, **one}}
+    if isinstance(one, Sequence):
+        return tuple(map(sum, zip_longest(one, other, fillvalue=0)))
+    return one + other

@@ -20,6 +20,10 @@ SEARCH_RESTARTS = 24
 """A search for two guilty requests among 1,024 needs at most 21: one that begins it, and ten for each."""
 
 
+_EXPECTED_S = 10.0
+"""How long the first restart is expected to take, in seconds."""
+
+
 class RestartReason(StrEnum):
     """How an engine has failed: the label of a metric.
 
@@ -43,7 +47,7 @@ class Pause:
     """The engines are started again.
 
     Attributes:
-        reason: the `RestartReason`.
+        reason: what happened, as a sentence.
         since: when the failure was noticed, by `time.monotonic`.
         expected_s: how long it is expected to take from then on, in seconds.
     """
@@ -52,12 +56,20 @@ class Pause:
     since: float
     expected_s: float
 
+    @property
+    def left_s(self) -> float:
+        """How much longer it is expected to take, in seconds; at least 1."""
+        return max(1.0, self.since + self.expected_s - time.monotonic())
+
 
 class RestartBudget:
     """Counts restarts.
 
     Args:
         clock: the time, in seconds.
+
+    Attributes:
+        expected_s: how long a restart takes, as the last one did, in seconds.
     """
 
     def __init__(self, limits: RestartLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,6 +79,7 @@ class RestartBudget:
         self._at: dict[bool, deque[float]] = {False: deque(), True: deque()}
         self._clock = clock
         self._counts: dict[str, int] = dict.fromkeys(RestartReason, 0)
+        self.expected_s = _EXPECTED_S
 
     @property
     def counts(self) -> Mapping[str, int]:

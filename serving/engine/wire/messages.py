@@ -81,9 +81,11 @@ class NodeHeard(_Message, frozen=True):
 
     Attributes:
         failure: why the run has failed; empty if it has not.
+        again: node 0 begins another run, which the node may join.
     """
 
     failure: str = ""
+    again: bool = False
 
 
 class Ready(_Message, frozen=True):
@@ -216,7 +218,7 @@ class Turn(_Message, frozen=True):
 
     Attributes:
         told: checksum of all outputs of the leader's steps so far.
-        messages: the messages, with seeds added to sampled requests.
+        messages: the messages.
     """
 
     number: int
