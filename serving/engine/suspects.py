@@ -17,7 +17,7 @@ A strike is a failure inside a step that the request was in. `PROGRESS` tokens w
     TEST G    failure inside
                  none of G was in the step             TEST G
                  G alone in the step, of one request   TEST the next group, or ALL RUN; it is guilty
-                 G of one request, others in the step  TEST G: these were about to leave; the new engine has only G
+                 G of one request, others in the step  TEST G: they passed an earlier test; the new engine has only G
                  else                                  TEST the first half of those of G that were in the step, then
                                                        the second, then the others of G, then the next groups
     TEST G    each of G made progress, ended or left   TEST the next group, or ALL RUN. If G is the first half of a
@@ -28,7 +28,7 @@ keep one strike.
 
 How many failures it takes, of requests that kill at each step that they are in, where at most n are in a step: two
 before the search, and max(1, ceil(log2 n)) in it for each guilty one. One more if it kills first in the midst of
-another's search, and one more if an aborted request was still in its step when it ran alone: ceil(log2 n) + 4 at most.
+another's search, and one more if others were still in the step when it was to run alone: ceil(log2 n) + 4 at most.
 Each innocent one waits for the search, runs in one test or more, and then freely. Two requests that kill only together
 are cleared both, and kill again: the limit of restarts ends the run.
 """
