@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import resource
 import sys
 import time
@@ -19,6 +18,7 @@ from serving.engine.restarts import RestartReason
 from serving.engine.step_record import clear_steps, read_steps
 from serving.engine.wire.messages import Failed, RankFound
 from serving.engine.wire.rendezvous import Place
+from serving.fork_server import ForkedProcess
 from serving.processes import how_it_ended, kill, process_state
 from ubatch import ConfigError
 
@@ -80,10 +80,9 @@ class LocalEngines:
         places = {rank: replace(place, kept=self._kept.get(rank)) for rank in self.ranks}
         for each in self._kept.values():
             clear_steps(each.steps)
-        context = multiprocessing.get_context("spawn")
         atexit.register(self.kill)
         self._processes = {
-            rank: context.Process(target=main, args=(options, rank, places[rank]), name=f"rank {rank}", daemon=True)
+            rank: ForkedProcess(target=main, args=(options, rank, places[rank]), name=f"rank {rank}")
             for rank in self.ranks
         }
         try:

@@ -277,12 +277,11 @@ class _Supervisor:
         """Read what node 0 says. A run that has failed there has failed here, too, though the ranks end well."""
         for message in self._link.receive(wait_s):
             self._heard = self._clock.now
-            if not isinstance(message, NodeHeard):
+            if not isinstance(message, NodeHeard) or not message.failure:
                 continue
             self._again |= message.again
-            if message.failure:
-                self._tell_found()
-            if message.failure and not self._failed:
+            self._tell_found()
+            if not self._failed:
                 self._failed = True
                 log_event(_logger, "run failed", level=logging.ERROR, node_rank=self._node_rank, why=message.failure)
 

@@ -22,7 +22,7 @@ _MAY_DIFFER = frozenset(
         *("node_rank", "master_addr", "master_port", "cluster_secret_file", "log_level", "profile_folder"),
         *("model", "kv_cache_memory", "gpu_memory_utilization"),  # folders, and memory, are a machine's own
         *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "moe_backend"),
-        *("group", "profile_ranges", "draft_model_path"),
+        *("group", "profile_ranges", "draft_model_path", "resume_timeout_s"),
     }
 )
 _NESTED = {"dbo": "", "scheduler": "", "restarts": "", "speculation": "speculative_"}
