@@ -11,8 +11,7 @@ A strike is a failure inside a step that the request was in. `PROGRESS` tokens w
     state     event                                    next
     ALL RUN   failure outside a step, or by a signal   ALL RUN
     ALL RUN   failure inside                           ALL RUN; each request of the step gets a strike
-                 alone in the step, SUSPECT strikes    ALL RUN; it is guilty
-                 some have SUSPECT strikes             TEST their first half, then the second
+                 some have SUSPECT strikes             TEST their first half, then the second; a single one alone
     TEST G    failure outside a step, or by a signal   TEST G
     TEST G    failure inside
                  none of G was in the step             TEST G
@@ -106,7 +105,7 @@ class Suspects:
         if not inside or not hit:
             return Verdict()
         searching, alone = bool(self._queue), len(set(in_step)) == 1
-        guilty = self._split_head(hit, alone) if searching else self._strike(hit, alone)
+        guilty = self._split_head(hit, alone) if searching else self._begin_search(hit)
         self._begin_test()
         return Verdict(guilty, searching or bool(guilty) or bool(self._queue))
 
@@ -137,13 +136,10 @@ class Suspects:
 
     # -- transitions --------------------------------------------------------------------------------------------
 
-    def _strike(self, hit: Sequence[str], alone: bool) -> tuple[str, ...]:
-        """All run: give strikes, begin a search; returns who is guilty."""
+    def _begin_search(self, hit: Sequence[str]) -> tuple[str, ...]:
+        """All run: give strikes, and begin a search if some have many; nobody is guilty yet."""
         self._give_strikes(hit)
         suspects = [request_id for request_id in hit if self._strikes[request_id] >= SUSPECT]
-        if suspects and alone:
-            self._forget(suspects[0])
-            return tuple(suspects)
         self._queue.extend(_halves(suspects))
         return ()
 

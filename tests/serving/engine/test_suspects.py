@@ -63,9 +63,12 @@ def test_nobody_is_watched_once_all_made_progress() -> None:
     assert not suspects.watching
 
 
-def test_alone_twice_is_guilty_without_a_search() -> None:
+def test_a_single_suspect_is_guilty_at_the_third_failure() -> None:
+    """Two may be the fault of a machine that is too busy."""
     suspects = Suspects()
     assert fail(suspects, "a") == NOBODY
+    assert fail(suspects, "a") == SEARCHING
+    assert suspects.allowed == {"a"}
     assert fail(suspects, "a") == Verdict(("a",), searching=True)
     assert suspects.allowed is None
     assert not suspects.watching
