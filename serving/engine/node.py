@@ -106,7 +106,11 @@ def _run_once(
         link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
         ending.callback(link.close)
         told.listen()
-        engines = LocalEngines(options, place, engine_main, kept)
+        with futures.ThreadPoolExecutor(1) as starting:  # it may take seconds, while node 0 waits for signs of life
+            started = starting.submit(LocalEngines, options, place, engine_main, kept)
+            while not futures.wait([started], node_beat_s(options.dbo.timeout_s)).done:
+                link.send(NodeAlive(options.node_rank))
+        engines = started.result()
         ending.callback(engines.kill)
         return _Supervisor(options, engines, link, told).run()
 

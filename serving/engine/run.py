@@ -82,6 +82,7 @@ class EngineRun:
         self._posted: dict[int, list[bytes]] = {}
         self._unread = Seldom(_logger, "not a message")
         self._strange = Seldom(_logger, "a message of no rank or node of this run")
+        self._starting: asyncio.Future[LocalEngines] | None = None
         self._engines: LocalEngines | None = None
         self._watched: dict[int, int] = {}
         self._ending: asyncio.Task[None] | None = None
@@ -96,7 +97,9 @@ class EngineRun:
         loop = asyncio.get_running_loop()
         place = self.host.open(self.liveness.heard_node, self.liveness.report)
         self._tasks += [asyncio.create_task(work) for work in (self.receive(), self.liveness.watch())]
-        self._engines = engines = LocalEngines(self._options, place, main, kept)
+        # In a thread: the process that forks them may have to be started, and imports for seconds.
+        self._starting = asyncio.ensure_future(asyncio.to_thread(LocalEngines, self._options, place, main, kept))
+        self._engines = engines = await asyncio.shield(self._starting)
         self._watched = dict(engines.sentinels)
         for rank, sentinel in self._watched.items():
             loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
@@ -121,13 +124,14 @@ class EngineRun:
         for rank in self.ready:  # not only leaders: a follower's leader may be dead
             self.post(rank, wire.encode(wire.Shutdown()))
         self._send_posted()
-        if self._engines is not None:
-            loop = asyncio.get_running_loop()
-            for sentinel in self._watched.values():
-                loop.remove_reader(sentinel)
-            if timeout_s:
-                await asyncio.to_thread(self._engines.join, timeout_s)
-            await asyncio.to_thread(self._engines.kill)
+        for sentinel in self._watched.values():
+            asyncio.get_running_loop().remove_reader(sentinel)
+        if self._starting is not None:
+            (engines,) = await asyncio.gather(self._starting, return_exceptions=True)
+            if isinstance(engines, LocalEngines):
+                if timeout_s:
+                    await asyncio.to_thread(engines.join, timeout_s)
+                await asyncio.to_thread(engines.kill)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
