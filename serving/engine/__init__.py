@@ -11,7 +11,6 @@ profiles       asks every rank to write its trace, and waits
 liveness       takes all signs of life and of death, and says once which rank has failed, and why
 blame          whether a failure is a rank's own, inside a step, and which requests were in that step
 restarts       whether the engines may be started again
-kept           memory that a rank leaves to the process that takes its place
 step_record    which requests are in the steps that a rank runs; it outlives the rank
 suspects       which request kills the engines
 kept           memory that a rank leaves for the process that takes its place

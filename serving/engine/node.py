@@ -48,6 +48,9 @@ _LEAVING_S = 1.0
 """How long the ranks may take to end after node 0, which tells them to end and then ends itself, in seconds."""
 _LAST_WORD_S = 0.5
 """How long node 0's reason may take to come after the ranks were told to end, in seconds."""
+_DECISION_S = 10.0
+"""How long node 0 may take to say whether it begins another run, in seconds: it waits for reports of a failure, and for
+what the nodes have found."""
 _LOOK_S = 0.5
 """How often a node that waits for node 0 tries to connect, in seconds."""
 _GONE_S = 1.0
@@ -224,6 +227,7 @@ class _Supervisor:
         self._restarts = options.restarts.max_engine_restarts > 0
         self._failed = False
         self._again = False
+        self._decided = False
         self._clock = WatchedTime(node_beat_s(options.dbo.timeout_s))
         self._heard = 0.0  # when node 0 was heard last
 
@@ -246,10 +250,18 @@ class _Supervisor:
                     return 0
                 log_event(_logger, lost, level=logging.ERROR, node_rank=self._node_rank)
                 return None if self._restarts else 1
-        self._hear(_LAST_WORD_S)
+        self._await_decision()
         if self._again:
             return None
         return 1 if alive or self._failed else 0
+
+    def _await_decision(self) -> None:
+        """Wait for node 0's last word about a run whose ranks have ended here."""
+        deadline = time.monotonic() + (_DECISION_S if self._failed and self._restarts else _LAST_WORD_S)
+        while not self._decided and (left := deadline - time.monotonic()) > 0:
+            self._hear(min(left, _LAST_WORD_S))
+            if self._link.disconnected_s() > _GONE_S:
+                return
 
     def _end_as_told(self, rank: int) -> int:
         name = signal.Signals(self._told.number).name
@@ -284,6 +296,7 @@ class _Supervisor:
             if not isinstance(message, NodeHeard) or not message.failure:
                 continue
             self._again |= message.again
+            self._decided |= not message.deciding
             self._tell_found()
             if not self._failed:
                 self._failed = True

@@ -120,7 +120,7 @@ class EngineRun:
     async def _end(self, timeout_s: float, failure: str, again: bool) -> None:
         self.liveness.close()
         if failure:
-            self._tell_nodes(failure, again=again)  # before their ranks are told to end
+            self._tell_nodes(wire.NodeHeard(failure, again))  # before their ranks are told to end
         for rank in self.ready:  # not only leaders: a follower's leader may be dead
             self.post(rank, wire.encode(wire.Shutdown()))
         self._send_posted()
@@ -148,16 +148,16 @@ class EngineRun:
         Args:
             failure: as for `end`.
         """
-        self._tell_nodes(failure, again=False)
+        self._tell_nodes(wire.NodeHeard(failure, deciding=True))
         self._nodes_told.clear()
         deadline = time.monotonic() + _TELLING_S
         while len(self._nodes_told) < self._options.nnodes - 1 and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
         return self.found()
 
-    def _tell_nodes(self, failure: str, *, again: bool) -> None:
+    def _tell_nodes(self, message: wire.NodeHeard) -> None:
         for node_rank in range(1, self._options.nnodes):
-            self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(failure, again)))
+            self._answer(node_identity(node_rank), wire.encode(message))
 
     @property
     def pids(self) -> Mapping[int, int | None]:

@@ -133,7 +133,8 @@ class EngineRuns:
     async def _recover(self, failed: wire.Failed, error: EngineDead) -> None:
         self._owner.interrupted()
         found = blame(self._options, failed, self.run.found())
-        if found.inside and self._options.nnodes > 1:  # other nodes have requests in the step, too
+        silent = failed.reason is RestartReason.HUNG  # its node knows whether it is stopped
+        if self._options.nnodes > 1 and (found.inside or silent):  # other nodes have requests in the step, too
             found = blame(self._options, failed, await self.run.ask_found(str(error)))
         searching = self._owner.blamed(found, error)
         if self._budget.may_restart(found.reason, searching=searching):

@@ -5,9 +5,12 @@ is killed, crashes or hangs cannot say what it was doing.
 
     begun, ended    steps so far; those between the two run now: at most two, in the overlapped loop
     slot 0, slot 1  requests of the even and of the odd steps: length, checksum, MessagePack
+    aside, slot 2   whether the rank works on requests beside these steps, and on which
 
     begin           write the slot of step `begun`, which no step that runs uses; then count `begun`
     end             count `ended`
+    begin_aside     write slot 2, then set `aside`: a request is taken in, or drafts are made for those that run
+    end_aside       reset `aside`
 
 A process that dies between any two of these writes leaves a slot that is whole. Only while the rank still runs may the
 reader see one half written; it notices by the checksum or by the counts, and reads again.
@@ -28,10 +31,12 @@ from serving.logs import log_event
 
 _logger = logging.getLogger(__name__)
 
-_BEGUN, _ENDED, _LENGTH, _CHECKSUM = 0, 1, 2, 4
-"""Places in the header, in words of eight bytes; of length and checksum there are two each."""
-_SLOTS = 2
-_HEADER = 64
+_BEGUN, _ENDED, _ASIDE, _LENGTH, _CHECKSUM = 0, 1, 2, 3, 6
+"""Places in the header, in words of eight bytes; of length and checksum there is one for each slot."""
+_STEPS = 2
+"""Most steps that run at once."""
+_SLOTS = _STEPS + 1
+_HEADER = 128
 _SLOT = 4 << 20
 """Bytes of a slot. Only those written take memory. It suffices for 1,024 ids of 4,000 characters each."""
 _TRIES, _AGAIN_S = 20, 0.001
@@ -42,8 +47,9 @@ class InStep:
     """What a rank is doing.
 
     Attributes:
-        inside: it runs steps, perhaps without requests of its own, as ranks do that share experts.
-        requests: ids of the requests in these steps.
+        inside: it runs steps, perhaps without requests of its own, as ranks do that share experts; or it works on
+            requests beside them.
+        requests: ids of these requests.
     """
 
     inside: bool = False
@@ -56,24 +62,35 @@ class StepRecord:
     def __init__(self, memory: SharedMemory) -> None:
         self._bytes = memory.map(_HEADER + _SLOTS * _SLOT)
         self._words = memoryview(self._bytes).cast("Q")
-        self._words[_BEGUN] = self._words[_ENDED] = 0
+        self._words[_BEGUN] = self._words[_ENDED] = self._words[_ASIDE] = 0
         self._encode = msgspec.msgpack.Encoder().encode
 
     def begin(self, requests: Sequence[str]) -> None:
         """A step is about to be launched. Of a step whose ids are too long for a slot, none is recorded."""
-        words, step = self._words, self._words[_BEGUN]
-        slot = step % _SLOTS
-        encoded = self._encode(requests)
+        step = self._words[_BEGUN]
+        self._write(step % _STEPS, requests)
+        self._words[_BEGUN] = step + 1
+
+    def end(self) -> None:
+        """The oldest step that runs is processed."""
+        self._words[_ENDED] += 1
+
+    def begin_aside(self, requests: Sequence[str]) -> None:
+        """Work on requests begins beside the steps that run."""
+        self._write(_STEPS, requests)
+        self._words[_ASIDE] = 1
+
+    def end_aside(self) -> None:
+        """This work has ended, well or by an error that is the request's alone."""
+        self._words[_ASIDE] = 0
+
+    def _write(self, slot: int, requests: Sequence[str]) -> None:
+        words, encoded = self._words, self._encode(requests)
         if len(encoded) > _SLOT:
             encoded = self._encode(())
         start = _HEADER + slot * _SLOT
         self._bytes[start : start + len(encoded)] = encoded
         words[_LENGTH + slot], words[_CHECKSUM + slot] = len(encoded), zlib.crc32(encoded)
-        words[_BEGUN] = step + 1
-
-    def end(self) -> None:
-        """The oldest step that runs is processed."""
-        self._words[_ENDED] += 1
 
 
 def read_steps(memory: SharedMemory) -> InStep:
@@ -100,17 +117,16 @@ def _read(memory: SharedMemory) -> InStep | None:
     if not memory.size:  # the rank has not got so far
         return InStep()
     with memory.map() as data, memoryview(data) as view, view.cast("Q") as words:
-        begun, ended = words[_BEGUN], words[_ENDED]
-        if not 0 <= begun - ended <= _SLOTS:
+        begun, ended, aside = before = tuple(words[_BEGUN : _ASIDE + 1])
+        if not 0 <= begun - ended <= _STEPS:
             return None
         requests: dict[str, None] = {}
-        for step in range(ended, begun):
-            slot = step % _SLOTS
+        for slot in [*(step % _STEPS for step in range(ended, begun)), *[_STEPS] * bool(aside)]:
             start, length = _HEADER + slot * _SLOT, words[_LENGTH + slot]
             encoded = bytes(data[start : start + min(length, _SLOT)])
             if zlib.crc32(encoded) != words[_CHECKSUM + slot]:
                 return None
             requests.update(dict.fromkeys(msgspec.msgpack.decode(encoded, type=list[str])))
-        if (begun, ended) != (words[_BEGUN], words[_ENDED]):
+        if before != tuple(words[_BEGUN : _ASIDE + 1]):
             return None
-    return InStep(begun > ended, tuple(requests))
+    return InStep(begun > ended or bool(aside), tuple(requests))

@@ -11,13 +11,12 @@ A strike is a failure inside a step that the request was in. `PROGRESS` tokens w
     state     event                                    next
     ALL RUN   failure outside a step, or by a signal   ALL RUN
     ALL RUN   failure inside                           ALL RUN; each request of the step gets a strike
-                 alone in the step, SUSPECT strikes    ALL RUN; it is guilty
-                 some have SUSPECT strikes             TEST their first half, then the second
+                 some have SUSPECT strikes             TEST their first half, then the second; a single one alone
     TEST G    failure outside a step, or by a signal   TEST G
     TEST G    failure inside
                  none of G was in the step             TEST G
                  G alone in the step, of one request   TEST the next group, or ALL RUN; it is guilty
-                 G of one request, others in the step  TEST G: these were about to leave; the new engine has only G
+                 G of one request, others in the step  TEST G: they passed an earlier test; the new engine has only G
                  else                                  TEST the first half of those of G that were in the step, then
                                                        the second, then the others of G, then the next groups
     TEST G    each of G made progress, ended or left   TEST the next group, or ALL RUN. If G is the first half of a
@@ -28,7 +27,7 @@ keep one strike.
 
 How many failures it takes, of requests that kill at each step that they are in, where at most n are in a step: two
 before the search, and max(1, ceil(log2 n)) in it for each guilty one. One more if it kills first in the midst of
-another's search, and one more if an aborted request was still in its step when it ran alone: ceil(log2 n) + 4 at most.
+another's search, and one more if others were still in the step when it was to run alone: ceil(log2 n) + 4 at most.
 Each innocent one waits for the search, runs in one test or more, and then freely. Two requests that kill only together
 are cleared both, and kill again: the limit of restarts ends the run.
 """
@@ -106,7 +105,7 @@ class Suspects:
         if not inside or not hit:
             return Verdict()
         searching, alone = bool(self._queue), len(set(in_step)) == 1
-        guilty = self._split_head(hit, alone) if searching else self._strike(hit, alone)
+        guilty = self._split_head(hit, alone) if searching else self._begin_search(hit)
         self._begin_test()
         return Verdict(guilty, searching or bool(guilty) or bool(self._queue))
 
@@ -137,13 +136,10 @@ class Suspects:
 
     # -- transitions --------------------------------------------------------------------------------------------
 
-    def _strike(self, hit: Sequence[str], alone: bool) -> tuple[str, ...]:
-        """All run: give strikes, begin a search; returns who is guilty."""
+    def _begin_search(self, hit: Sequence[str]) -> tuple[str, ...]:
+        """All run: give strikes, and begin a search if some have many; nobody is guilty yet."""
         self._give_strikes(hit)
         suspects = [request_id for request_id in hit if self._strikes[request_id] >= SUSPECT]
-        if suspects and alone:
-            self._forget(suspects[0])
-            return tuple(suspects)
         self._queue.extend(_halves(suspects))
         return ()
 

@@ -105,6 +105,16 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def running(self) -> list[str]:
+        """Ids of the requests that have KV blocks."""
+        return list(self._running)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether `schedule` may propose draft tokens."""
+        return self._config.num_speculative_tokens > 0
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._requests)

@@ -239,9 +239,13 @@ class EngineCore:
     def _launch(self) -> tuple[LaunchedStep, Trace | None]:
         """Launch the next step; returns it, and the trace that records it."""
         self.idle = False  # until this turn has processed an empty step
+        record = self.record
+        if record is not None and self.scheduler.drafts:  # a draft network runs, or the tokens of each are searched
+            record.begin_aside(self.scheduler.running)
         step = self.scheduler.schedule()
-        if self.record is not None:
-            self.record.begin(list(map(_request_id, step.shares)))
+        if record is not None:
+            record.end_aside()
+            record.begin(list(map(_request_id, step.shares)))
         with self.tracer.step() as trace:
             launched = self.executor.launch(step)
         self.scheduler.advance(step)

@@ -320,11 +320,16 @@ class Engine:
     @contextmanager
     def _refusing(self, request_id: str) -> Iterator[None]:
         """Tell the client if the request cannot be served."""
+        record = self.core.record
+        if record is not None:
+            record.begin_aside([request_id])
         try:
             yield
         except (RequestError, KVCacheExhausted) as error:
             param = error.param if isinstance(error, RequestError) else None
             self._link.send(wire.Refused(self.dp_rank, request_id, wire.error_kind(error), str(error), param))
+        if record is not None:
+            record.end_aside()
 
     def _report(self, outputs: Sequence[RequestOutput], *, at_once: bool = False) -> None:
         """Send outputs and statistics. Without outputs: only with `at_once`, after a new message, or every 0.2 s."""

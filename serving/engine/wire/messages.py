@@ -82,10 +82,12 @@ class NodeHeard(_Message, frozen=True):
     Attributes:
         failure: why the run has failed; empty if it has not.
         again: node 0 begins another run, which the node may join.
+        deciding: node 0 asks for `NodeFound`, and says next whether it begins another run.
     """
 
     failure: str = ""
     again: bool = False
+    deciding: bool = False
 
 
 class Ready(_Message, frozen=True):

@@ -17,8 +17,9 @@ from model_runner import SamplingParams
 from serving.engine import EngineOptions, run_node
 from serving.engine.node import _Supervisor, _Told
 from serving.engine.rank.process import ToldToEnd, run_rank
+from serving.engine.step_record import InStep
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Failed, Finished, NodeAlive, NodeHeard, RankFound, Ready, ToEngine
+from serving.engine.wire.messages import Failed, Finished, NodeAlive, NodeFound, NodeHeard, RankFound, Ready, ToEngine
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.requests import EngineDead, RequestInput
 from ubatch import CommGroup, ConfigError, UBatchConfig
@@ -89,6 +90,9 @@ def test_the_ranks_of_two_nodes_do_a_job_and_a_node_says_whether_its_own_have_do
     assert asyncio.run(scenario()) == status
 
 
+FOUND = {1: RankFound(InStep(True, ("a",)), "S")}
+
+
 class Leaving:
     """Engines of a node that end, or do not, after node 0 has gone."""
 
@@ -96,6 +100,7 @@ class Leaving:
 
     def __init__(self, status: int | None, *said: ToEngine) -> None:
         self.said = said
+        self.sent: list[object] = []
         self.status, (self.never_ready, self._other_end) = status, os.pipe()
         self.sentinels = {1: self.never_ready}
 
@@ -109,7 +114,7 @@ class Leaving:
         return Failed(rank, f"died with exit status {self.status}")
 
     def found(self) -> dict[int, RankFound]:
-        return {}
+        return FOUND
 
     def receive(self, wait_s: float) -> tuple[ToEngine, ...]:
         return self.said
@@ -117,8 +122,8 @@ class Leaving:
     def disconnected_s(self) -> float:
         return 2.0
 
-    def send(self, message: NodeAlive) -> None:
-        pass
+    def send(self, message: NodeAlive | NodeFound) -> None:
+        self.sent.append(message)
 
     def close(self) -> None:
         os.close(self.never_ready)
@@ -139,6 +144,7 @@ def test_a_run_that_failed_elsewhere_has_not_ended_well_here(caplog: pytest.LogC
     with _Told() as told, closing(Leaving(0, NodeHeard("rank 0 died."))) as all_of_it:
         fakes: Any = (all_of_it,) * 2
         assert _Supervisor(options, *fakes, told).run() == 1
+        assert NodeFound(1, FOUND) in all_of_it.sent
         os.write(all_of_it._other_end, b"!")  # its rank has ended
         assert _Supervisor(options, *fakes, told).run() == 1
     assert [each.startswith("run failed") for each in caplog.messages] == [True, False, True]

@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from children import exit_code, in_child
-from fake_device import make_core
+from engine_mains import tiny
+from fake_device import FakeDevice, make_core
+from fake_proposer import FakeProposer
+from fake_runner import hashed, make_loop
 
-from model_runner import SamplingParams
-from serving.engine import step_record
+from model_runner import Draft, Request, SamplingParams
+from serving.engine import EngineCore, step_record
 from serving.engine.kept import SharedMemory
+from serving.engine.rank.process import Engine
 from serving.engine.step_record import InStep, StepRecord, clear_steps, read_steps
+from serving.engine.wire.messages import Add, Refused
 from serving.requests import RequestInput
 
 OUTSIDE = InStep()
@@ -50,6 +57,20 @@ def test_two_steps_may_run_at_once(memory: SharedMemory) -> None:
     assert read_steps(memory) == InStep(True, ("b", "c"))
 
 
+def test_requests_beside_the_steps_that_run_are_recorded_too(memory: SharedMemory) -> None:
+    record = StepRecord(memory)
+    record.begin_aside(["new"])
+    assert read_steps(memory) == InStep(True, ("new",))
+    record.end_aside()
+    assert read_steps(memory) == OUTSIDE
+    record.begin(["a"])
+    record.begin(["b"])
+    record.begin_aside(["c", "a"])
+    assert read_steps(memory) == InStep(True, ("a", "b", "c"))
+    record.end()
+    assert read_steps(memory) == InStep(True, ("b", "c", "a"))
+
+
 def test_a_step_without_requests_is_one(memory: SharedMemory) -> None:
     StepRecord(memory).begin([])
     assert read_steps(memory) == InStep(True)
@@ -74,7 +95,7 @@ def test_a_new_process_does_not_inherit_the_steps_of_its_predecessor(memory: Sha
     assert read_steps(memory) == OUTSIDE
 
 
-@pytest.mark.parametrize("place", [0, 16, 32, 64 + 3])
+@pytest.mark.parametrize("place", [0, 24, 48, 128 + 3])
 def test_damage_is_noticed(memory: SharedMemory, place: int, caplog: pytest.LogCaptureFixture) -> None:
     StepRecord(memory).begin(["some-request"])
     with memory.map() as data:
@@ -174,3 +195,40 @@ def test_a_step_that_raises_is_not_over(memory: SharedMemory, overlap: bool) -> 
     with pytest.raises(ZeroDivisionError):
         core.step()
     assert read_steps(memory) == InStep(True, ("a",))
+
+
+def test_who_makes_drafts_is_recorded(memory: SharedMemory) -> None:
+    seen: list[InStep] = []
+
+    class Watching(FakeProposer):
+        def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+            seen.append(read_steps(memory))
+            return super().propose(requests, counts)
+
+    proposer = Watching(lambda request, tokens: hashed(tokens))
+    loop = make_loop(num_speculative_tokens=2, proposer=proposer)
+    device: Any = FakeDevice(loop.runner)
+    core = EngineCore(device, loop.scheduler, overlap_schedule=False)
+    core.record = StepRecord(memory)
+    for name in "ab":
+        core.add(RequestInput(name, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
+    while core.has_work:
+        core.step()
+        assert read_steps(memory) == OUTSIDE
+    assert seen[0] == InStep(True, ("a", "b"))
+
+
+def test_a_request_that_kills_before_its_first_step_is_recorded_alone(memory: SharedMemory) -> None:
+    core, _, _ = make_core(overlap=False)
+    core.record = StepRecord(memory)
+    link = Mock()
+    engine = Engine(tiny(), 0, core, None, link)
+    params = SamplingParams(max_tokens=3)
+    engine._handle(Add(RequestInput("good", [1], params), 1))
+    engine._handle(Add(RequestInput("empty", [], params), 2))
+    assert isinstance(link.send.call_args.args[0], Refused)
+    assert read_steps(memory) == OUTSIDE
+    core.add = Mock(side_effect=ZeroDivisionError)  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        engine._handle(Add(RequestInput("bad", [1], params), 3))
+    assert read_steps(memory) == InStep(True, ("bad",))
