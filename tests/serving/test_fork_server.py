@@ -162,6 +162,7 @@ def test_how_each_has_ended_is_told() -> None:
 
 
 def test_signals_that_reach_every_process_do_not_end_the_server(server: ForkServer) -> None:
+    start(exit_7).join()  # it serves
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid_of(server), number)
     process = start(exit_7)

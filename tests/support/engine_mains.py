@@ -132,6 +132,22 @@ async def wait_for(true: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     return true()
 
 
+def run_telling_engine(options: EngineOptions, rank: int, place: Place) -> None:
+    """Write to the run's profiles' folder whether the rank has attached the model of an earlier process."""
+    make_runner = process.make_runner
+
+    def told(*args: Any, **settings: Any) -> ModelRunner:
+        runner = make_runner(*args, **settings)
+        assert options.profile_folder is not None
+        kept = runner.settings.kept
+        with (options.profile_folder / f"rank{rank}").open("a") as file:
+            print(kept is not None and kept.attached, file=file)
+        return runner
+
+    process.make_runner = told
+    run_engine(options, rank, place)
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not waited for does not."""
     try:

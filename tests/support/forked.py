@@ -99,9 +99,19 @@ def _forked(body: Callable[[], object]) -> _Child:
 
 
 def forget_the_server() -> None:
-    """In a child of a fork, whose processes start another one: only its parent may wait for this one."""
+    """In a child of a fork, whose processes start another one: only its parent may wait for this one.
+
+    Its ranks, if it starts some, are forked from a fork of the child.
+    """
     ours = forkserver._forkserver  # type: ignore[attr-defined]
     ours._forkserver_address = ours._forkserver_alive_fd = ours._forkserver_pid = None
+    _fork_own_ranks()
+
+
+def _fork_own_ranks() -> None:
+    from serving.fork_server import ForkServer
+
+    ForkServer.start = staticmethod(forked_server)  # type: ignore[method-assign,assignment]
 
 
 def _forget_the_test_run() -> None:
@@ -157,6 +167,7 @@ def _run(target: Callable[..., Any], args: tuple[Any, ...], environ: Mapping[str
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environ)
+    _fork_own_ranks()
     parent = multiprocessing.parent_process()
     assert parent is not None
     os.getppid = lambda: parent.pid if parent.is_alive() else 1  # type: ignore[assignment,return-value]  # not the server

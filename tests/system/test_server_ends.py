@@ -128,7 +128,7 @@ def test_a_node_that_is_told_to_end_says_so() -> None:
 
 
 def serve_with_few_descriptors(*words: str) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (28, 28))
     sys.exit(main(["serve", *words]))
 
 

@@ -1,0 +1,56 @@
+"""The next processes of ranks attach what their first ones have prepared, and write the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_mains import run_telling_engine, tiny, tokens_of
+
+from model_runner import SamplingParams
+from serving.engine import EngineClient, EngineOptions
+from serving.engine.kept import KeptOfRank
+from serving.engine.launch import LocalEngines
+
+pytestmark = pytest.mark.ranks
+
+WAYS: Mapping[str, dict[str, Any]] = {
+    "data parallel": {"ranks": 2, "expert_parallel": True},
+    "tensor parallel": {"tensor_parallel_size": 2, "expert_parallel": True},
+}
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What ranks leave behind in this test, as if they were started again."""
+    left = {rank: KeptOfRank() for rank in range(2)}
+    start = LocalEngines.__init__
+    monkeypatch.setattr(
+        LocalEngines, "__init__", lambda self, options, place, main, _=None: start(self, options, place, main, left)
+    )
+    yield left
+    for each in left.values():
+        each.close()
+
+
+async def outputs(options: EngineOptions) -> list[list[int]]:
+    """What two requests give, one on each rank."""
+    client = await EngineClient.start(options, engine_main=run_telling_engine)
+
+    try:
+        one = tokens_of(client, "one", [5, 17, 99], PARAMS)
+        return await asyncio.gather(one, tokens_of(client, "two", list(range(20, 90)), PARAMS))
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_next_ranks_attach_and_answer_alike(way: str, kept: Any, tmp_path: Path) -> None:
+    options = tiny(**WAYS[way], profile_folder=tmp_path)
+    first, second = (asyncio.run(outputs(options)) for _ in range(2))
+    assert first == second
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["False\nTrue\n"] * 2
