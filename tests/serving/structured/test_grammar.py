@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import pytest
-from forms import refusal, takes
+from forms import refusal, taker, takes
 from jsonschema import Draft202012Validator
 
 from serving.structured.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_TEXT_BYTES
@@ -77,6 +78,10 @@ WRONG_SCHEMAS: list[tuple[Any, str]] = [
     ({"maxItems": "5"}, "maxItems must be an integer from 0"),
     ({"minimum": "5"}, "minimum must be a number"),
     ({"multipleOf": 0}, "multipleOf must be a number above 0"),
+    ({"multipleOf": 0.1}, "multipleOf: 0.1 is not supported without a minimum and a maximum"),
+    ({"multipleOf": 0.01, "minimum": 0}, "use an integer of the smaller unit"),
+    ({"items": {"multipleOf": 0.01, "minimum": 0, "maximum": 101}}, "items.multipleOf: 0.01 is not supported"),
+    ({"prefixItems": [{"multipleOf": 0.01, "minimum": 0, "maximum": 60}] * 2}, "at most 10,001 multiples"),
     ({"pattern": 5}, "pattern must be a text"),
     ({"$ref": 5}, "$ref must be a text"),
     ({"items": 5}, "items"),
@@ -227,6 +232,52 @@ def test_bounds_are_exact_where_floats_are_not() -> None:
         assert not takes(str(bound + 1), json=at_most)
         assert takes(str(bound * 2), json=at_least)
         assert takes(str(bound // 2), json=at_most)
+
+
+STEPS = [0.1, 0.01, 0.3, 0.001, 0.07, 0.0005, 1.1, 33.3, 0.5, 1.5, 0.125, 2.0, 7]
+BOUNDED = {"minimum": -1.25, "exclusiveMaximum": 2.5}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_multiples_are_those_of_jsonschema(step: float) -> None:
+    """Exactly those, of the numbers without needless digits: floats make some right ones wrong (0.3 / 0.1)."""
+    digits = max(0, -Decimal(str(step)).normalize().as_tuple().exponent)
+    texts = {f"{Decimal(str(step)) * count:.{digits}f}" for count in range(-40, 60)} | {
+        "0.3",
+        "0.35",
+        "2.5",
+        "-1.2",
+        "1",
+    }
+    texts = {text.rstrip("0").rstrip(".") if "." in text else text for text in texts}
+    for type_ in ("number", "integer"):
+        schema = {"type": type_, "multipleOf": step, **BOUNDED}
+        kind, taken = Draft202012Validator(schema), taker(json=schema)
+        for text in texts - {"-0"}:
+            assert taken(text) == kind.is_valid(json.loads(text)), text
+
+
+def test_multiples_beside_other_keywords() -> None:
+    assert [takes(text, json={"multipleOf": 0.1, "enum": [0.3, 0.5, "x"]}) for text in ("0.3", "0.5", '"x"')] == [
+        False,
+        True,
+        True,
+    ]
+    schema = {"type": ["number", "string"], "maxLength": 1, "multipleOf": 0.1, "minimum": 0, "maximum": 1}
+    assert [text for text in ("0.2", "0.3", "2", '"a"', '"ab"', "null") if takes(text, json=schema)] == ["0.2", '"a"']
+    small = {"type": "number", "multipleOf": 1e-5, "minimum": 0, "maximum": 0.0001}
+    assert [text for text in ("0.00002", "0.00007", "0", "0.00015") if takes(text, json=small)] == [
+        "0.00002",
+        "0",
+    ]
+    apart = {"multipleOf": 0.1, "minimum": 0, "maximum": 1}, {"multipleOf": 0.1, "minimum": 2, "maximum": 3}
+    assert takes("2.2", json={"oneOf": [{"type": "number", **each} for each in apart]})
+
+
+def test_multiples_are_no_longer_than_floats_are_exact() -> None:
+    for text in ("9007199254740993", "-9007199254740992.5", f"{'1' * 400}.5"):
+        assert not takes(text, json={"type": "number", "multipleOf": 1.5}), text
+    assert takes("1" * 400, json={"type": "integer", "multipleOf": 1})
 
 
 def test_white_space_is_bounded() -> None:
