@@ -21,11 +21,12 @@ MAX_LISTED = 10_001
 """Most multiples that are listed for one schema: cents from 0 to 100."""
 _EXACT = 2**53  # integers up to here are floats, too
 _MOST_DECIMALS = 6
+_FINEST = 2**20
 
 
 def is_exact(step: float) -> bool:
     """Whether all small multiples of a step are floats."""
-    return Fraction(str(step)) == Fraction(step)
+    return Fraction(str(step)) == Fraction(step) and Fraction(step).denominator <= _FINEST
 
 
 def exact_bounds(step: float) -> tuple[float, float] | None:

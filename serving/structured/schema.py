@@ -6,7 +6,7 @@
     `items: [...]` of older drafts            `prefixItems`
     `oneOf`                                   `anyOf` of options that exclude each other (`one_of`)
     `format`, `pattern`                       regular expressions of its library (`formats`, `patterns`)
-    bounds beyond what floats tell apart      the next bound inside
+    bounds beyond what floats tell apart      the next bound inside; others are written around faults (`bounds`)
     `multipleOf` with such steps as 0.1       a list of numbers (`multiples`)
     an assertion that a grammar cannot make   refused, by its name and place
 
@@ -22,9 +22,10 @@ from itertools import combinations
 from typing import Any, TypeVar
 
 from model_runner import RequestError
-from serving.structured import formats, multiples
+from serving.structured import bounds, formats, multiples
+from serving.structured.complement import Schema
 from serving.structured.limits import MAX_DEPTH
-from serving.structured.one_of import OneOf, Schema
+from serving.structured.one_of import OneOf
 from serving.structured.patterns import translated
 from serving.structured.references import References, is_old
 from ubatch.errors import shown
@@ -118,9 +119,9 @@ class _Walk:
             del made["oneOf"]
             self._beside(made, options)
         if not self._defs:
-            return schema
+            return bounds.written(schema)
         root = {} if schema is True else {"enum": []} if isinstance(schema, bool) else schema
-        return {**root, "$defs": self._defs}
+        return bounds.written({**root, "$defs": self._defs})
 
     @staticmethod
     def _beside(made: dict[str, Any], options: Sequence[Schema]) -> None:
@@ -281,8 +282,8 @@ class _Walk:
         """Write `multipleOf` as what floats cannot tell otherwise; see `multiples`."""
         step = out["multipleOf"]
         if multiples.is_exact(step):
-            if (bounds := multiples.exact_bounds(step)) is not None:
-                least, most = bounds
+            if (within := multiples.exact_bounds(step)) is not None:
+                least, most = within
                 out["minimum"], out["maximum"] = (
                     max(out.get("minimum", least), least),
                     min(out.get("maximum", most), most),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from decimal import Decimal
+from itertools import product
 from typing import Any
 
 import pytest
@@ -70,6 +71,15 @@ def test_what_asserts_nothing_changes_nothing(keyword: str) -> None:
     assert [takes(text, json=schema) for text in ("5", "[1, 1]", '{"a": 1}', "null")] == [True, True, True, False]
 
 
+def obj(required: str = "", /, closed: bool = False, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        **({"additionalProperties": False} if closed else {}),
+    }
+
+
 WRONG_SCHEMAS: list[tuple[Any, str]] = [
     ({"properties": []}, "properties must be an object"),
     ({"required": "a"}, "required must be a list"),
@@ -95,7 +105,14 @@ WRONG_SCHEMAS: list[tuple[Any, str]] = [
     ({"minimum": 10**30}, "minimum must be within"),
     ({"type": "object", "minProperties": 2}, "minProperties is above"),
     ({"oneOf": [{"multipleOf": 3}, {"multipleOf": 5}]}, "a value may fit both option 0 and option 1"),
-    ({"oneOf": [{"anyOf": [{"minimum": n}] * 40} for n in range(99)]}, "may fit both"),
+    ({"oneOf": [{"anyOf": [{"minimum": n}] * 40} for n in range(99)]}, "too many"),
+    ({"oneOf": [{"type": "string", "pattern": each} for each in ("a", "b")]}, "may fit both option 0 and option 1"),
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "may fit both"),
+    ({"oneOf": [{"type": "string"}, {"type": "string", "format": "date"}]}, "may fit both"),
+    ({"oneOf": [obj(a={}), obj(closed=True, a={})]}, "may fit both"),
+    ({"oneOf": [{"type": "array", "items": {"type": each}} for each in ("null", "string")]}, "may fit both"),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 30}}}, "too many"),
+    ({"oneOf": [{"type": "integer"}, *({"enum": [n, n + 300]} for n in range(200))]}, "too many"),
     (
         {"oneOf": [{"type": "object", "properties": {"a": {"const": n}, "b": {"const": n}}} for n in range(300)]},
         "too many",
@@ -168,6 +185,44 @@ def test_one_of_objects(schema: Any, fits: list[str], fits_not: list[str]) -> No
     assert all(kind.is_valid(json.loads(text)) for text in fits)
 
 
+INT, TEXT = {"type": "integer"}, {"type": "string"}
+MEMBERS = [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": "x"}, {"a": 1, "b": "x"}, {"a": 1, "b": 1, "c": 1}, {"c": 1}]
+NUMBERS = [-7, 0, 2.5, 4, 5, 5.5, 7, 10, 12, 99]
+TEXTS = ["", "a", "au", "auto", "autos", "b", "none", "é", "]", "n-^\\"]
+OVERLAPS: list[tuple[list[Any], list[Any], bool]] = [
+    ([{"type": "number", "minimum": 0, "maximum": 7}, {"type": "number", "minimum": 4, "maximum": 10}], NUMBERS, True),
+    ([{"type": "integer", "maximum": 5}, {"type": "integer", "exclusiveMinimum": 2}], NUMBERS, True),
+    ([{"type": "integer"}, {"enum": [0, 5, 7]}], NUMBERS, True),
+    ([{"type": "number"}, {"type": "number", "minimum": 5}, {"type": "number", "minimum": 10}], NUMBERS, True),
+    ([{"enum": ["auto", "none", "]", "n-^\\"]}, {"type": "string"}], TEXTS, True),
+    ([{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 1}], TEXTS, True),
+    ([{"type": "string"}, {"enum": ["a", 5]}, {"const": "b"}], [*TEXTS, 5], True),
+    ([{"type": ["string", "null"]}, {"type": ["null", "integer"]}], [None, "a", 5, True], True),
+    ([{"const": True}, {"type": "boolean"}], [True, False, None], True),
+    ([{"type": "array", "minItems": 1}, {"type": "array", "maxItems": 2}], [[], [1], [1, 2], [1, 2, 3]], True),
+    ([obj("a", a=INT), obj("a b", a=INT, b=INT)], MEMBERS, True),
+    ([obj(closed=True, a=INT), obj(closed=True, b=INT)], MEMBERS, True),
+    ([obj("b", a=INT), obj(closed=True, a=INT)], MEMBERS, True),
+    ([obj("a", closed=True, a=INT), obj("a", closed=True, a=INT, b=INT)], MEMBERS, True),
+    ([obj(a=INT), obj(a=TEXT)], MEMBERS, True),
+    ([obj(a=INT, b=INT), obj(a=INT, b=TEXT)], MEMBERS, True),
+    ([obj(a={"type": "integer", "minimum": 1}), obj(a={"type": "integer", "maximum": 1})], [*MEMBERS, {"a": 0}], True),
+    ([{"allOf": [{"type": "integer", "minimum": 0}]}, {"anyOf": [TEXT, {"const": 5}]}], [*NUMBERS, *TEXTS], True),
+    ([{"oneOf": [{**INT, "maximum": 3}, {**INT, "minimum": 1}]}, {**INT, "maximum": 6}], NUMBERS, False),
+    ([{"$ref": "#/$defs/n"}, {"type": "integer", "minimum": 5}], NUMBERS, False),
+]
+
+
+@pytest.mark.parametrize(("options", "values", "exact"), OVERLAPS)
+def test_of_options_that_overlap_exactly_one_fits(options: list[Any], values: list[Any], exact: bool) -> None:
+    """What fits two is never written. `exact`: all that fits one is."""
+    schema = {"$defs": {"n": {"type": "number", "maximum": 10}}, "oneOf": options}
+    kind, taken = Draft202012Validator(schema), taker(json=schema)
+    found = [value for value in values if taken(json.dumps(value, ensure_ascii=False))]
+    right = [value for value in values if kind.is_valid(value)]
+    assert found == right if exact else found and all(value in right for value in found)
+
+
 def test_names_are_not_written_in_two_ways() -> None:
     """`"\\u0061"` is `"a"`: an open object must not take it for an additional property."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
@@ -232,6 +287,26 @@ def test_bounds_are_exact_where_floats_are_not() -> None:
         assert not takes(str(bound + 1), json=at_most)
         assert takes(str(bound * 2), json=at_least)
         assert takes(str(bound // 2), json=at_most)
+
+
+ENDS = [None, -2.25, -2, -0.5, 0, 0.05, 0.5, 1, 1.125, 2.25]
+
+
+@pytest.mark.parametrize("low", ENDS)
+def test_ranges_are_what_they_say(low: float | None) -> None:
+    """The library takes 0 where `exclusiveMinimum` is 0 and `maximum` below 1, and no 2.2 where `maximum` is 2.25."""
+    numbers = [*(count / 8 for count in range(-20, 21)), 0.01, 0.04, 0.06, 1.1, 1.12, 2.2, 2.3, -0.0]
+    texts = {text for number in numbers for text in (f"{number:g}", f"{number:.3f}")}
+    for high in ENDS:
+        for least, most in product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            bounds = {name: end for name, end in ((least, low), (most, high)) if end is not None}
+            schema = {"type": "number", **bounds}
+            kind = Draft202012Validator(schema)
+            right = {text for text in texts if kind.is_valid(json.loads(text))}
+            if right:
+                found = {*filter(taker(json=schema), texts)}
+                assert found <= right, bounds
+                assert found >= {f"{float(text):g}" for text in right} - {"-0"}, bounds
 
 
 STEPS = [0.1, 0.01, 0.3, 0.001, 0.07, 0.0005, 1.1, 33.3, 0.5, 1.5, 0.125, 2.0, 7]
