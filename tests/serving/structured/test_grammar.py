@@ -144,6 +144,7 @@ def nested(levels: int) -> Any:
         ({"regex": "a" * (MAX_REGEX_BYTES + 1)}, "at most 16384"),
         ({"regex": "é" * (MAX_REGEX_BYTES // 2 + 1)}, "at most 16384"),
         ({"choice": ["a" * MAX_TEXT_BYTES, "b"]}, "at most 262144"),
+        ({"choice": ["b", "a" * (MAX_REGEX_BYTES + 1)]}, "one choice may have at most 16384"),
         ({"grammar": "start: a" + " " * MAX_TEXT_BYTES}, "at most 262144"),
         ({"grammar": "root ::= " + "(" * 20_000}, "nested too deeply"),
         ({"json": '{"const": NaN}'}, "no value of JSON"),
