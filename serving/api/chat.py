@@ -28,7 +28,7 @@ from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.service import Service
 from serving.api.structured import output_grammar
-from serving.api.tools import forced_form, turn_plan
+from serving.api.tools import forced_form, named_tool, turn_plan
 from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of, preamble
 from serving.turns import Before
 
@@ -82,7 +82,8 @@ class ChatAnswer(Answer):
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
         before = Before(text, None if body.begins_turn else _content(service, body.messages[-1]))
         forced = forced_form(body.tools or (), plan)
-        grammar = await output_grammar(service, body, forced=forced, after=preamble(service.turns, before))
+        with named_tool(body.tools or (), plan):
+            grammar = await output_grammar(service, body, forced=forced, after=preamble(service.turns, before))
         asked = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
         left = check_length(service, len(token_ids), asked, "messages")
         params = sampling_params(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from model_runner import RequestError
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.schema.tool_models import NamedToolChoice, Tool
@@ -16,6 +19,8 @@ from ubatch.errors import shown
 
 _LITERAL = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are no schemas."""
+_IN_CALLS = re.compile(r"items\.anyOf\.(\d+)\.properties\.parameters[.:]\s*")
+"""Where the schema of all calls has a tool's parameters."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -75,6 +80,23 @@ def forced_form(tools: Sequence[Tool], plan: TurnPlan) -> StructuredOutputsParam
         form["maxItems"] = 1
     whole = {**form, **({"$defs": definitions} if definitions else {})}
     return StructuredOutputsParams(json=whole, disable_additional_properties=True)
+
+
+@contextmanager
+def named_tool(tools: Sequence[Tool], plan: TurnPlan) -> Iterator[None]:
+    """Errors about the form of forced calls name the tool whose parameters are at fault, if they say where."""
+    try:
+        yield
+    except RequestError as error:
+        place, rest = None, str(error).removeprefix("tools: ")
+        if isinstance(plan.forced, str):
+            place = next(number for number, each in enumerate(tools) if each.function.name == plan.forced)
+        elif plan.forced and (found := _IN_CALLS.match(rest)) is not None:
+            place, rest = int(found[1]), rest[found.end() :]
+        if error.param != "tools" or place is None:
+            raise
+        param = f"tools.{place}.function.parameters"
+        raise RequestError(f"{param}: {rest}", param=param) from error
 
 
 def _referring(schema: Any, root: str) -> Any:

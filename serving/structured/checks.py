@@ -92,6 +92,8 @@ class GrammarChecks:
         special = special_tokens(params.grammar) if params.grammar is not None else []
         self._check_special(special)
         fault = _pool().fault(text, special)
+        if fault is not None and params.whitespace_pattern is not None:
+            self._check_alone(params.whitespace_pattern)
         if fault is not None:
             raise RequestError(fault, param=params.kind)
         if after is None:
@@ -99,6 +101,13 @@ class GrammarChecks:
         # The library takes an added token that looks like a mark for a special one, whatever the tokenizer says.
         added = {token.content: number for number, token in self._tokenizer().added_tokens_decoder.items()}
         return grammar_text(params, after, special=added)
+
+    @staticmethod
+    def _check_alone(white_space: str) -> None:
+        """Refuse a pattern of white space that is to blame itself."""
+        fault = _pool().fault(grammar_text(StructuredOutputsParams(regex=white_space)), ())
+        if fault is not None:
+            raise RequestError(fault, param="whitespace_pattern")
 
     def _check_special(self, names: Sequence[str]) -> None:
         added = self._tokenizer().added_tokens_decoder.values() if names else ()

@@ -8,22 +8,24 @@ an option is narrowed by a required member of the other. What is left cannot be 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from model_runner import RequestError
+from serving.structured.complement import Schema, complement, member_of, type_of, types_of, values_of
 from serving.structured.formats import OWN, pattern_of
 
-Schema = bool | Mapping[str, Any]
 Resolve = Callable[[str], Schema]
-_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _FORMATS = frozenset({"date", "date-time", "time", "duration", "email", "ipv4", "ipv6", "uuid"})
 """Formats that exclude each other."""
 _WRITTEN = {pattern_of(name): name for name in OWN}
 """Patterns that were formats."""
 _DEPTH = 6  # references and members that a comparison follows
+_MOST_ALTERNATIVES = 64
+"""Most ways in which one option is kept apart from all others; beyond, it is one way for each of them."""
 MAX_COMPARISONS = 20_000
 """Most comparisons of two schemas, all that lie inside included: some tenths of a second."""
 
@@ -45,51 +47,40 @@ class OneOf:
         Raises:
             RequestError: two options may fit one value, and nothing in them tells which; or there are too many.
         """
-        more = [_More() for _ in options]
-        for first, one in enumerate(options):
-            for second in range(first + 1, len(options)):
-                other = options[second]
-                if not self.disjoint(one, other) and not self._narrow(one, other, more[first], more[second]):
+        without: list[list[Sequence[Schema]]] = [[] for _ in options]
+        for first, second in combinations(range(len(options)), 2):
+            if self.disjoint(options[first], options[second]):
+                continue
+            for here, there in ((first, second), (second, first)):
+                found = self._without(options[here], options[there])
+                if found is None:
                     raise RequestError(
                         f"oneOf: a value may fit both option {first} and option {second}, which cannot be excluded. "
                         f"Use anyOf, or give the options a required member with a different const in each."
                     )
-        return [each.beside(option) for option, each in zip(options, more, strict=True)]
+                without[here].append(found)
+        return [_narrowed(option, found) for option, found in zip(options, without, strict=True)]
 
-    def _narrow(self, one: Schema, other: Schema, more: _More, more_other: _More) -> bool:
-        """Have two options exclude each other, by their members; False if nothing is found that would."""
-        a, b = self._flat(one), self._flat(other)
-        if (_types(a) & _types(b)) - {"object"} and not (_only_members(a) and _only_members(b)):
-            return False
-        mine, theirs = a.get("properties", {}), b.get("properties", {})
-        for name in mine:
-            if name in theirs and self.disjoint(mine[name], theirs[name]):
-                more.required[name] = more_other.required[name] = None
-                return True
-        here, there = a.get("required", ()), b.get("required", ())
-        absent = next((name for name in there if name not in here), None)
-        absent_there = next((name for name in here if name not in there), None)
-        if absent is None or absent_there is None:
-            return False
-        more.absent[absent] = more_other.absent[absent_there] = False
-        return True
+    def _without(self, one: Schema, other: Schema) -> Sequence[Schema] | None:
+        """What fits one option may be besides, one of these, so as not to fit the other; None if it cannot be told."""
+        found = complement(other, one, _DEPTH, self._counted, self.disjoint)
+        options = [option for option in found.options if not self.disjoint(option, one)]
+        return options if options or found.exact else None
 
     def disjoint(self, one: Schema, other: Schema, depth: int = _DEPTH) -> bool:
         """Whether certainly no value fits both schemas. False where it cannot be told."""
-        self._comparisons += 1
-        if self._comparisons > MAX_COMPARISONS:
-            raise RequestError("oneOf has too many options, or too much in them, to tell them apart. Use anyOf.")
+        self._count()
         if one is False or other is False:
             return True
         if depth == 0:
             return False
         a, b = self._flat(one), self._flat(other)
-        values, others = _values(a), _values(b)
+        values, others = values_of(a), values_of(b)
         if values is not None and others is not None:
             return not _common(values, others)
         for known, schema in ((values, b), (others, a)):
             if known is not None and not any(
-                _may_fit(each, schema) for each in known if _type_of(each) in _types(schema)
+                _may_fit(each, schema) for each in known if type_of(each) in types_of(schema)
             ):
                 return True
         for these, those in ((a, b), (b, a)):
@@ -98,7 +89,7 @@ class OneOf:
                     return True
             if any(self.disjoint(each, those, depth - 1) for each in these.get("allOf", ())):
                 return True
-        return all(self._disjoint_in(kind, a, b, depth) for kind in _types(a) & _types(b))
+        return all(self._disjoint_in(kind, a, b, depth) for kind in types_of(a) & types_of(b))
 
     def _disjoint_in(self, kind: str, a: Mapping[str, Any], b: Mapping[str, Any], depth: int) -> bool:
         match kind:
@@ -111,9 +102,18 @@ class OneOf:
                 return _apart(a, b, "minItems", "maxItems")
             case "object":
                 names = {*a.get("required", ()), *b.get("required", ())}
-                return any(self.disjoint(_member(a, name), _member(b, name), depth - 1) for name in names)
+                return any(self.disjoint(member_of(a, name), member_of(b, name), depth - 1) for name in names)
             case _:
                 return False
+
+    def _count(self) -> None:
+        self._comparisons += 1
+        if self._comparisons > MAX_COMPARISONS:
+            raise RequestError("oneOf has too many options, or too much in them, to tell them apart. Use anyOf.")
+
+    def _counted(self, schema: Schema) -> Mapping[str, Any]:
+        self._count()
+        return self._flat(schema)
 
     def _flat(self, schema: Schema) -> Mapping[str, Any]:
         """A schema with what its `$ref` means beside its own keywords."""
@@ -128,72 +128,25 @@ class OneOf:
         return {}
 
 
-@dataclass
-class _More:
-    """What an option gets besides: members that its values must have, and must not have."""
-
-    required: dict[str, None] = field(default_factory=dict)
-    absent: dict[str, bool] = field(default_factory=dict)
-
-    def beside(self, option: Schema) -> Schema:
-        """The option with it, which is then for objects only."""
-        if not self.required and not self.absent:
-            return option
-        more = {"type": "object", "required": list(self.required), "properties": self.absent}
-        return more if option is True else {"allOf": [option, more]}
+def _narrowed(option: Schema, without: Sequence[Sequence[Schema]]) -> Schema:
+    """An option that is besides one of each list."""
+    if not without:
+        return option
+    if not all(without):
+        return False
+    if math.prod(map(len, without)) > _MOST_ALTERNATIVES:
+        without = [each[:1] for each in without]
+    return {"allOf": [option, *(each[0] if len(each) == 1 else {"anyOf": list(each)} for each in without)]}
 
 
 def _apart(a: Mapping[str, Any], b: Mapping[str, Any], least: str, most: str) -> bool:
     return any(least in one and most in two and one[least] > two[most] for one, two in ((a, b), (b, a)))
 
 
-def _member(schema: Mapping[str, Any], name: str) -> Schema:
-    """What a member of this name must be, as far as it is told."""
-    known: Schema | None = schema.get("properties", {}).get(name)
-    if known is not None:
-        return known
-    if "patternProperties" in schema:
-        return True
-    rest: Schema = schema.get("additionalProperties", True)
-    return rest
-
-
-def _types(schema: Mapping[str, Any]) -> set[str]:
-    values = _values(schema)
-    if values is not None:
-        return {_type_of(value) for value in values}
-    told = schema.get("type", _TYPES)
-    names = {told} if isinstance(told, str) else {*told}
-    return {"number" if name == "integer" else name for name in names}
-
-
-def _values(schema: Mapping[str, Any]) -> Sequence[Any] | None:
-    if "const" in schema:
-        return (schema["const"],)
-    values: Sequence[Any] | None = schema.get("enum")
-    return values
-
-
-def _type_of(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
-
-
 def _common(values: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether a value is in both lists. `true` is not 1, but 1.0 is."""
     mine, theirs = (
-        {(_type_of(each), json.dumps(_plain(each), sort_keys=True)) for each in given} for given in (values, others)
+        {(type_of(each), json.dumps(_plain(each), sort_keys=True)) for each in given} for given in (values, others)
     )
     return bool(mine & theirs)
 
@@ -236,8 +189,3 @@ def _format(schema: Mapping[str, Any]) -> str | None:
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _only_members(schema: Mapping[str, Any]) -> bool:
-    """Whether all that a schema says is about the members of objects, so that it takes anything else."""
-    return schema.keys() <= {"required", "properties", "patternProperties", "additionalProperties"}

@@ -6,7 +6,8 @@
     `items: [...]` of older drafts            `prefixItems`
     `oneOf`                                   `anyOf` of options that exclude each other (`one_of`)
     `format`, `pattern`                       regular expressions of its library (`formats`, `patterns`)
-    bounds beyond what floats tell apart      the next bound inside
+    bounds beyond what floats tell apart      the next bound inside; others are written around faults (`bounds`)
+    `multipleOf` with such steps as 0.1       a list of numbers (`multiples`)
     an assertion that a grammar cannot make   refused, by its name and place
 
 What llguidance itself refuses, such as a schema that nothing fits, is found when the grammar is tried (`checks`).
@@ -17,14 +18,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from itertools import combinations
 from typing import Any, TypeVar
 
 from model_runner import RequestError
-from serving.structured import formats
+from serving.structured import bounds, formats, multiples
+from serving.structured.complement import Schema
 from serving.structured.limits import MAX_DEPTH
-from serving.structured.one_of import OneOf, Schema
+from serving.structured.one_of import OneOf
 from serving.structured.patterns import translated
 from serving.structured.references import References, is_old
 from ubatch.errors import shown
@@ -66,9 +67,9 @@ _BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.i
 _MOST_EXACT = 2**53  # integers up to here are floats, too
 _MOST_BOUND = 9e18  # the library writes bounds as integers of 64 bits
 _MOST_COUNT = 2**31  # no output is as long
-_MOST_DECIMALS = 6
 _MOST_OPTIONAL = 6  # properties whose number is counted by listing all choices
 _OTHER_TYPES = ["null", "boolean", "number", "string", "array"]
+_NO_NUMBERS = ["null", "boolean", "string", "array", "object"]
 _PLACE_CHARACTERS = 200  # shown of a place in a schema
 
 _Given = TypeVar("_Given")
@@ -103,6 +104,7 @@ class _Walk:
         self._names: dict[str, str] = {}
         self._waiting: deque[tuple[str, Any, str, str]] = deque()  # (name, schema, place, base): referred to
         self._one_ofs: list[dict[str, Any]] = []
+        self._room = multiples.MAX_LISTED
         self.has_open_names = False
 
     def run(self) -> Schema:
@@ -117,9 +119,9 @@ class _Walk:
             del made["oneOf"]
             self._beside(made, options)
         if not self._defs:
-            return schema
+            return bounds.written(schema)
         root = {} if schema is True else {"enum": []} if isinstance(schema, bool) else schema
-        return {**root, "$defs": self._defs}
+        return bounds.written({**root, "$defs": self._defs})
 
     @staticmethod
     def _beside(made: dict[str, Any], options: Sequence[Schema]) -> None:
@@ -266,8 +268,8 @@ class _Walk:
     def _finish(self, out: dict[str, Any], path: str) -> None:
         """Look at what keywords mean together."""
         self.has_open_names |= bool(out.get("properties")) and out.get("additionalProperties") is not False
-        if coarser := _coarser(out.get("multipleOf", 1)):
-            self._beside(out, [{"multipleOf": step} for step in (out["multipleOf"], *coarser)])
+        if "multipleOf" in out:
+            self._multiples(out, path)
         self._count_optional(out)
         least, required = out.get("minProperties", 0), len(set(map(str, out.get("required", ()))))
         if least <= required:
@@ -275,6 +277,29 @@ class _Walk:
         elif least > required + 1:
             what = "minProperties is above the number of required properties by more than one, which cannot be counted"
             raise _wrong(path, f"{what}, because a name may come twice. List them in required.", "minProperties")
+
+    def _multiples(self, out: dict[str, Any], path: str) -> None:
+        """Write `multipleOf` as what floats cannot tell otherwise; see `multiples`."""
+        step = out["multipleOf"]
+        if multiples.is_exact(step):
+            if (within := multiples.exact_bounds(step)) is not None:
+                least, most = within
+                out["minimum"], out["maximum"] = (
+                    max(out.get("minimum", least), least),
+                    min(out.get("maximum", most), most),
+                )
+            if coarser := multiples.coarser(step):
+                self._beside(out, [{"multipleOf": each} for each in (step, *coarser)])
+            return
+        given = [out["const"]] if "const" in out else out.get("enum")
+        if given is not None:
+            out.pop("const", None)
+            out["enum"] = multiples.filtered(given, step)
+        else:
+            numbers = _at(path, "multipleOf", lambda asked: multiples.listed(asked, self._room), out)
+            self._room -= len(numbers)
+            self._beside(out, [{"enum": numbers}, {"type": _NO_NUMBERS}])
+        del out["multipleOf"]
 
     def _count_optional(self, out: dict[str, Any]) -> None:
         """Write a number of optional properties, if they are few, as the choices that there are."""
@@ -359,15 +384,3 @@ def _wrong(path: str, message: str, keyword: str = "") -> RequestError:
     if len(place) > _PLACE_CHARACTERS:
         place = f"...{place[-_PLACE_CHARACTERS:]}"
     return RequestError(f"{place or 'the schema'}: {message}")
-
-
-def _coarser(step: float) -> list[float]:
-    """Multiples of a step that have fewer decimals: the library writes all multiples with as many as the step has."""
-    exact = Fraction(str(step))
-    digits = next((count for count in range(_MOST_DECIMALS) if (exact * 10**count).denominator == 1), 0)
-    units = [Fraction(1, 10**count) for count in range(1, digits)]
-    return [float(_common_multiple(exact, unit)) for unit in units]
-
-
-def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
-    return Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))

@@ -19,6 +19,8 @@ import llguidance
 
 LENGTH_BYTES = 8
 SHOWN_CHARACTERS = 300
+STEPS = 24
+"""Bytes of a text that is begun, to see what steps cost: an object's names come after its bracket."""
 
 
 class _Bytes:
@@ -44,9 +46,23 @@ def fault(grammar: str, special: list[str], limits: llguidance.LLParserLimits) -
     accepting = matcher.is_accepting()
     begins = any(matcher.compute_bitmask())
     if accepting or (begins and not matcher.is_error()):
-        return None
+        return _walked(matcher)
     reason = _shown(matcher.get_error()) or matcher.stop_reason()
     return "no text fits it" if reason.startswith("NoExtension") else f"its first step takes too much ({reason})"
+
+
+def _walked(matcher: llguidance.LLMatcher) -> str | None:
+    """What is wrong after the first step, if anything: a text is begun, the same one each time."""
+    for step in range(STEPS):
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(256) if mask[token // 8] >> token % 8 & 1]
+        if allowed:
+            matcher.consume_token(allowed[step * 7919 % len(allowed)])
+        if matcher.is_error():
+            return f"a step takes too much, after {step + 1} bytes ({_shown(matcher.get_error())})"
+        if not allowed or matcher.is_stopped():
+            break
+    return None
 
 
 def _shown(error: str) -> str:

@@ -52,6 +52,7 @@ class Grammars:
         if not all(isinstance(each, str) for each in choices):
             raise RequestError("choices are texts.")
         check_size("".join(choices), MAX_TEXT_BYTES, "choices")
+        check_size(max(choices, key=len), MAX_REGEX_BYTES, "one choice")
         return self.rule(" | ".join(json.dumps(each, ensure_ascii=False) for each in choices), terminal=True)
 
     def lark(self, grammar: Any) -> str:

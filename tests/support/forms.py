@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +16,19 @@ BYTES = LLTokenizer("byte")
 
 def takes(text: str, after: Preamble | None = None, **asked: Any) -> bool:
     """Whether the form takes a text as a whole."""
-    matcher = LLMatcher(BYTES, grammar_text(StructuredOutputsParams(**asked), after), log_level=0, limits=limits())
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher.try_consume_tokens([*text.encode()]) == len(text.encode()) and matcher.is_accepting()
+    return taker(after, **asked)(text)
+
+
+def taker(after: Preamble | None = None, **asked: Any) -> Callable[[str], bool]:
+    """Says of texts whether the form takes them."""
+    made = LLMatcher(BYTES, grammar_text(StructuredOutputsParams(**asked), after), log_level=0, limits=limits())
+    assert not made.is_error(), made.get_error()
+
+    def taken(text: str) -> bool:
+        matcher = made.deep_copy()
+        return matcher.try_consume_tokens([*text.encode()]) == len(text.encode()) and matcher.is_accepting()
+
+    return taken
 
 
 def refusal(**asked: Any) -> RequestError:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -166,7 +167,7 @@ class Documents:
         low = max(low, high - 3000) if "minimum" not in schema else low
         step = schema.get("multipleOf")
         if step is not None:
-            return _short(round(self._random.uniform(low, high) / step) * step)
+            return _short(float(round(self._random.uniform(low, high) / step) * Decimal(str(step))))
         value = self._random.uniform(low, high)
         return round(value) if whole else self._random.choice((round(value, 2), round(value, 6), round(value)))
 

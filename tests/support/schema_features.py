@@ -99,6 +99,17 @@ FEATURES: Mapping[str, Any] = {
     "number positive": {"type": "number", "exclusiveMinimum": 0},
     "number multiple": {"type": "number", "multipleOf": 0.5},
     "number multiple in range": {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 10},
+    "number multiple of decimals": {"type": "number", "multipleOf": 0.1, "minimum": 0, "maximum": 5},
+    "number multiple in cents": _object(
+        "*", price={"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 99.99}
+    ),
+    "number multiple nullable": {
+        "type": ["number", "null"],
+        "multipleOf": 0.05,
+        "exclusiveMinimum": -1,
+        "exclusiveMaximum": 1,
+    },
+    "number multiple of 1.5": {"type": "number", "multipleOf": 1.5},
     "number latitude": _object(
         "*",
         lat={"type": "number", "minimum": -90, "maximum": 90},

@@ -24,6 +24,7 @@ from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.schema.responses_input import FunctionCall, FunctionCallOutput, Item, Message, Reasoning, Text
 from serving.api.schema.responses_request import AS_IN_CHAT, ResponsesRequest
 from serving.api.schema.responses_tools import AllowedTools, ChosenFunction, FunctionTool, JsonSchemaForm, TextFormat
+from ubatch.errors import shown
 
 _NAMES = (
     (re.compile(r"^messages$"), "input"),
@@ -60,10 +61,15 @@ class Conversation:
     """The messages of a chat, made from items one by one."""
 
     written: list[_Written] = field(default_factory=list)
+    call_ids: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, body: ResponsesRequest) -> Conversation:
-        """The conversation of a body."""
+        """The conversation of a body.
+
+        Raises:
+            ApiError: 400, a call's output comes without the call.
+        """
         own = cls()
         if body.instructions is not None:
             own._say({"role": "system", "content": body.instructions}, "instructions")
@@ -112,7 +118,15 @@ class Conversation:
                 call = {"id": item.call_id, "type": "function", "function": function}
                 begun.message.setdefault("tool_calls", []).append(call)
                 begun.calls.append(place)
+                self.call_ids.add(item.call_id)
             case FunctionCallOutput():
+                if item.call_id not in self.call_ids:
+                    raise ApiError(
+                        400,
+                        f"{place}: No tool call found for function call output with call_id {shown(item.call_id)}. "
+                        f"Nothing is stored here: send the function_call item before it.",
+                        param=f"{place}.call_id",
+                    )
                 self._say({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}, place)
 
     def _begun(self, *without: str) -> _Written | None:
@@ -146,10 +160,11 @@ def chat_body(body: ResponsesRequest, conversation: Conversation) -> ChatComplet
         "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
     }
     given |= {name: value for name, value in asked.items() if value is not None}
+    chat = {**given, "messages": conversation.messages}
     try:
-        return ChatCompletionRequest.model_validate({**given, "messages": conversation.messages})
+        return ChatCompletionRequest.model_validate(chat)
     except ValidationError as error:
-        raise validation_error(error.errors()) from None
+        raise validation_error(error.errors(), chat) from None
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -118,7 +118,7 @@ def add_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         match error:
             case RequestValidationError():
-                return error_response(validation_error(error.errors()))
+                return error_response(validation_error(error.errors(), error.body))
             case HTTPException(status_code=HTTPStatus.NOT_FOUND):
                 return error_response(_unknown_path(request, [*app.routes, *routes]))
             case HTTPException():
@@ -151,15 +151,20 @@ def _methods(request: Request, routes: Sequence[BaseRoute]) -> list[str]:
     return sorted({method for route in there for method in getattr(route, "methods", None) or ()})
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors; the others are often the same error in another branch of a union."""
+def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """The first of pydantic's errors; the others are often the same error in another branch of a union.
+
+    Args:
+        body: what was validated.
+    """
     first = errors[0]
     if first["type"] == UNSUPPORTED:
         return ApiError(400, f"{first['msg']}.", param=first["ctx"]["param"])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"The body is not valid JSON: {reason}.")
-    place = [cut(str(part), SHOWN_CHARACTERS) for part in first["loc"] if part != "body"]
+    parts = first["loc"][first["loc"][:1] == ("body",) :]
+    place = [cut(str(part), SHOWN_CHARACTERS) for part in _sent(parts, body, missing=first["type"] == "missing")]
     param = ".".join(place) or None
     if first["type"] == "missing":
         return ApiError(400, f"{param or 'the body'} is missing.", param=param)
@@ -171,3 +176,20 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if "actual_length" not in first.get("ctx", {}):  # otherwise pydantic's message has the length: omit the list
         message += f", not {shown(first.get('input'))}"
     return ApiError(400, f"{message}.", param=param)
+
+
+def _sent(place: Sequence[int | str], body: Any, *, missing: bool) -> Iterator[int | str]:
+    """The parts of an error's place that are in the body; the others name branches of unions.
+
+    Args:
+        missing: the last part is not there.
+    """
+    for number, part in enumerate(place):
+        match body:
+            case Mapping() if part in body:
+                body = body[part]
+            case list() if isinstance(part, int):
+                body = body[part]
+            case _ if not missing or number < len(place) - 1:
+                continue
+        yield part

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from serving.api.schema.body import Body
+from serving.api.schema.body import Body, or_else
 
 _Text = Annotated[str, Field(min_length=1)]
 
@@ -50,14 +50,18 @@ class StructuredOutputs(Body):
     place = "structured_outputs."
     closed = True
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema, or its text")
+    json_: Annotated[dict[str, Any] | str | None, or_else("a JSON schema, as an object or as text")] = Field(
+        None, alias="json", description="a JSON schema, or its text"
+    )
     regex: str | None = Field(None, description="a regular expression that the whole output matches")
     choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="the output is one of these"
     )
     grammar: _Text | None = Field(None, description="a context-free grammar, in Lark's or GBNF's notation")
     json_object: bool | None = Field(None, description="any JSON object")
-    structural_tag: dict[str, Any] | str | None = Field(None, description="as in response_format, or its text")
+    structural_tag: Annotated[dict[str, Any] | str | None, or_else("a structural tag, as an object or as text")] = (
+        Field(None, description="as in response_format, or its text")
+    )
     whitespace_pattern: str | None = Field(
         None,
         description="regular expression of the white space between JSON's tokens (one blank, or a line's end and "

@@ -252,6 +252,7 @@ def test_the_tools_of_a_response_are_the_chats() -> None:
 
 
 MESSAGE = {"role": "user", "content": "a"}
+CALL_C = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "input": ({"input": None}, "text or a list of items"),
     "input.0": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "nothing is stored; send the item itself"),
@@ -272,6 +273,10 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "input.1.arguments": (
         {"input": [MESSAGE, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1"}]},
         "must be a JSON object",
+    ),
+    "input.1.call_id": (
+        {"input": [MESSAGE, {"type": "function_call_output", "call_id": "c", "output": "5"}, CALL_C]},
+        "No tool call found for function call output with call_id 'c'",
     ),
     "tools.0": ({"tools": [{"type": "web_search"}]}, "'web_search' are not supported: only functions are"),
     "tool_choice": ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "a function {'type': 'function'"),

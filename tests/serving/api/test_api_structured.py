@@ -12,6 +12,7 @@ from api_clients import ASKS, CHAT, COMPLETIONS, post, stream
 from fake_engine import FakeEngine
 from repository import ROOT
 
+from serving.api.schema.errors import validation_error
 from serving.api.schema.structured_fields import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from serving.structured import formats
 from serving.structured.schema import REFUSED as REFUSED_KEYWORDS
@@ -141,7 +142,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (outputs(grammar="start: <|nobody|>"), "structured_outputs.grammar", "'<|nobody|>'"),
     (outputs(grammar="start: a\na[max_tokens=5]: /.*/"), "structured_outputs.grammar", "max_tokens"),
     (outputs(structural_tag={"format": {"type": "any"}}), "structured_outputs.structural_tag", "'any'"),
-    (outputs(json={}, whitespace_pattern="("), "structured_outputs.json", "regex"),
+    (outputs(json=5), "structured_outputs.json", "a JSON schema, as an object or as text, not 5"),
+    (outputs(structural_tag=[]), "structured_outputs.structural_tag", "as an object or as text"),
+    (outputs(json={}, whitespace_pattern="("), "structured_outputs.whitespace_pattern", "unclosed group"),
+    (outputs(json={"enum": []}, whitespace_pattern=" "), "structured_outputs.json", "Unsatisfiable"),
     (outputs(json={}, whitespace_pattern="(?=a)"), "structured_outputs.whitespace_pattern", "look-ahead"),
     ({"guided_json": {}}, "guided_json", "use structured_outputs: {'json': ...}"),
     ({"ebnf": "a"}, "ebnf", "use structured_outputs: {'grammar': ...}"),
@@ -157,6 +161,22 @@ def test_what_cannot_be_enforced_is_refused_by_name(path: str) -> None:
         assert (response.status_code, error["param"]) == (400, param), (body, error)
         assert message in error["message"], (body, error)
         assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "param"),
+    [
+        (("a", "json", "dict[str,any]"), "dict_type", "a.json"),
+        (("a", "list[str]", "list", 1, "str"), "string_type", "a.list.1"),
+        (("a", "tagged", "name"), "missing", "a.name"),
+        (("tagged", "b"), "missing", "b"),
+    ],
+)
+def test_a_param_names_what_is_in_the_body(place: tuple[Any, ...], kind: str, param: str) -> None:
+    """And no branch of a union, which pydantic names between them."""
+    body = {"a": {"json": 5, "list": ["a", 5]}}
+    error = validation_error([{"type": kind, "loc": ("body", *place), "msg": "no", "input": 5}], body)
+    assert error.param == param
 
 
 NESTED: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -244,10 +244,16 @@ def test_refusals(body: dict[str, Any], param: str, reason: str) -> None:
 def test_a_schema_that_cannot_be_enforced_is_refused_by_name() -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
     app, _ = served("Hi")
-    body = {"messages": [USER], "tools": [tool("f", {"type": "object", "not": {"required": ["x"]}})]}
-    response = post(app, CHAT, {**body, "tool_choice": "required"})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith("tools")
+    bad = {"type": "object", "properties": {"x": {"not": {}}}}
+    body = {"messages": [USER], "tools": [*TOOLS, tool("f", bad)]}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        response = post(app, CHAT, {**body, "tool_choice": choice})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "tools.2.function.parameters"), error
+        assert error["message"].startswith("tools.2.function.parameters: properties.x.not: not is not supported")
+    none = {"messages": [USER], "tools": [tool("f", {"type": "object", "properties": {"x": False}, "required": ["x"]})]}
+    response = post(app, CHAT, {**none, "tool_choice": "required"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools"), "the library says no place"
     assert post(app, CHAT, body).status_code == 200
 
 

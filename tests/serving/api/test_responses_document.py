@@ -26,7 +26,8 @@ OF_REASONING: Mapping[str, Any] = {
 def item(kind: str) -> dict[str, Any]:
     """An item with all that any of its type may need."""
     own = {"type": kind, "id": "x", "call_id": "c", "name": "f", "arguments": "{}", "output": "a", "summary": []}
-    return {"input": [USER, {**own, **(USER if kind == "message" else {})}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    return {"input": [call, {**own, **(USER if kind == "message" else {})}]}
 
 
 def part(kind: str) -> dict[str, Any]:

@@ -61,6 +61,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "refers too far": {"json": references(3000)},
     "doubles": {"grammar": "start: R0\n" + "\n".join(f"R{n}: R{n + 1} R{n + 1}" for n in range(40)) + '\nR40: "a"'},
     "intersects": {"json": {"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for m in range(4)]} for n in range(12)]}},
+    "has too many names": {"json": {"type": "object", "properties": {f"prop{n}": {} for n in range(1000)}}},
     "is empty": {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
     "never ends": {"grammar": "start: x\nx: y\ny: x"},
     "refers to itself": {"json": {"$ref": "#"}},
@@ -72,6 +73,14 @@ FINE: dict[str, dict[str, Any]] = {
     "looks ambiguous": {"regex": "(.*a.*){20}"},
     "has long arrays": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9}},
     "has long texts": {"json": {"type": "string", "maxLength": 10**12}},
+    "has many names": {"json": {"type": "object", "properties": {f"prop{n}": {} for n in range(490)}}},
+    "has many required names": {
+        "json": {
+            "type": "object",
+            "properties": {f"prop{n}": {} for n in range(1000)},
+            "required": [f"prop{n}" for n in range(1000)],
+        }
+    },
     "refers far": {"json": references(100)},
 }
 

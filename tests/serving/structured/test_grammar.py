@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
+from itertools import product
 from typing import Any
 
 import pytest
-from forms import refusal, takes
+from forms import refusal, taker, takes
 from jsonschema import Draft202012Validator
 
 from serving.structured.limits import MAX_DEPTH, MAX_REGEX_BYTES, MAX_TEXT_BYTES
@@ -69,6 +71,15 @@ def test_what_asserts_nothing_changes_nothing(keyword: str) -> None:
     assert [takes(text, json=schema) for text in ("5", "[1, 1]", '{"a": 1}', "null")] == [True, True, True, False]
 
 
+def obj(required: str = "", /, closed: bool = False, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        **({"additionalProperties": False} if closed else {}),
+    }
+
+
 WRONG_SCHEMAS: list[tuple[Any, str]] = [
     ({"properties": []}, "properties must be an object"),
     ({"required": "a"}, "required must be a list"),
@@ -77,6 +88,10 @@ WRONG_SCHEMAS: list[tuple[Any, str]] = [
     ({"maxItems": "5"}, "maxItems must be an integer from 0"),
     ({"minimum": "5"}, "minimum must be a number"),
     ({"multipleOf": 0}, "multipleOf must be a number above 0"),
+    ({"multipleOf": 0.1}, "multipleOf: 0.1 is not supported without a minimum and a maximum"),
+    ({"multipleOf": 0.01, "minimum": 0}, "use an integer of the smaller unit"),
+    ({"items": {"multipleOf": 0.01, "minimum": 0, "maximum": 101}}, "items.multipleOf: 0.01 is not supported"),
+    ({"prefixItems": [{"multipleOf": 0.01, "minimum": 0, "maximum": 60}] * 2}, "at most 10,001 multiples"),
     ({"pattern": 5}, "pattern must be a text"),
     ({"$ref": 5}, "$ref must be a text"),
     ({"items": 5}, "items"),
@@ -90,7 +105,14 @@ WRONG_SCHEMAS: list[tuple[Any, str]] = [
     ({"minimum": 10**30}, "minimum must be within"),
     ({"type": "object", "minProperties": 2}, "minProperties is above"),
     ({"oneOf": [{"multipleOf": 3}, {"multipleOf": 5}]}, "a value may fit both option 0 and option 1"),
-    ({"oneOf": [{"anyOf": [{"minimum": n}] * 40} for n in range(99)]}, "may fit both"),
+    ({"oneOf": [{"anyOf": [{"minimum": n}] * 40} for n in range(99)]}, "too many"),
+    ({"oneOf": [{"type": "string", "pattern": each} for each in ("a", "b")]}, "may fit both option 0 and option 1"),
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "may fit both"),
+    ({"oneOf": [{"type": "string"}, {"type": "string", "format": "date"}]}, "may fit both"),
+    ({"oneOf": [obj(a={}), obj(closed=True, a={})]}, "may fit both"),
+    ({"oneOf": [{"type": "array", "items": {"type": each}} for each in ("null", "string")]}, "may fit both"),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 30}}}, "too many"),
+    ({"oneOf": [{"type": "integer"}, *({"enum": [n, n + 300]} for n in range(200))]}, "too many"),
     (
         {"oneOf": [{"type": "object", "properties": {"a": {"const": n}, "b": {"const": n}}} for n in range(300)]},
         "too many",
@@ -122,6 +144,7 @@ def nested(levels: int) -> Any:
         ({"regex": "a" * (MAX_REGEX_BYTES + 1)}, "at most 16384"),
         ({"regex": "é" * (MAX_REGEX_BYTES // 2 + 1)}, "at most 16384"),
         ({"choice": ["a" * MAX_TEXT_BYTES, "b"]}, "at most 262144"),
+        ({"choice": ["b", "a" * (MAX_REGEX_BYTES + 1)]}, "one choice may have at most 16384"),
         ({"grammar": "start: a" + " " * MAX_TEXT_BYTES}, "at most 262144"),
         ({"grammar": "root ::= " + "(" * 20_000}, "nested too deeply"),
         ({"json": '{"const": NaN}'}, "no value of JSON"),
@@ -161,6 +184,44 @@ def test_one_of_objects(schema: Any, fits: list[str], fits_not: list[str]) -> No
     assert [takes(text, json=schema) for text in (*fits, *fits_not)] == [True] * len(fits) + [False] * len(fits_not)
     kind = Draft202012Validator(schema)
     assert all(kind.is_valid(json.loads(text)) for text in fits)
+
+
+INT, TEXT = {"type": "integer"}, {"type": "string"}
+MEMBERS = [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": "x"}, {"a": 1, "b": "x"}, {"a": 1, "b": 1, "c": 1}, {"c": 1}]
+NUMBERS = [-7, 0, 2.5, 4, 5, 5.5, 7, 10, 12, 99]
+TEXTS = ["", "a", "au", "auto", "autos", "b", "none", "é", "]", "n-^\\"]
+OVERLAPS: list[tuple[list[Any], list[Any], bool]] = [
+    ([{"type": "number", "minimum": 0, "maximum": 7}, {"type": "number", "minimum": 4, "maximum": 10}], NUMBERS, True),
+    ([{"type": "integer", "maximum": 5}, {"type": "integer", "exclusiveMinimum": 2}], NUMBERS, True),
+    ([{"type": "integer"}, {"enum": [0, 5, 7]}], NUMBERS, True),
+    ([{"type": "number"}, {"type": "number", "minimum": 5}, {"type": "number", "minimum": 10}], NUMBERS, True),
+    ([{"enum": ["auto", "none", "]", "n-^\\"]}, {"type": "string"}], TEXTS, True),
+    ([{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 1}], TEXTS, True),
+    ([{"type": "string"}, {"enum": ["a", 5]}, {"const": "b"}], [*TEXTS, 5], True),
+    ([{"type": ["string", "null"]}, {"type": ["null", "integer"]}], [None, "a", 5, True], True),
+    ([{"const": True}, {"type": "boolean"}], [True, False, None], True),
+    ([{"type": "array", "minItems": 1}, {"type": "array", "maxItems": 2}], [[], [1], [1, 2], [1, 2, 3]], True),
+    ([obj("a", a=INT), obj("a b", a=INT, b=INT)], MEMBERS, True),
+    ([obj(closed=True, a=INT), obj(closed=True, b=INT)], MEMBERS, True),
+    ([obj("b", a=INT), obj(closed=True, a=INT)], MEMBERS, True),
+    ([obj("a", closed=True, a=INT), obj("a", closed=True, a=INT, b=INT)], MEMBERS, True),
+    ([obj(a=INT), obj(a=TEXT)], MEMBERS, True),
+    ([obj(a=INT, b=INT), obj(a=INT, b=TEXT)], MEMBERS, True),
+    ([obj(a={"type": "integer", "minimum": 1}), obj(a={"type": "integer", "maximum": 1})], [*MEMBERS, {"a": 0}], True),
+    ([{"allOf": [{"type": "integer", "minimum": 0}]}, {"anyOf": [TEXT, {"const": 5}]}], [*NUMBERS, *TEXTS], True),
+    ([{"oneOf": [{**INT, "maximum": 3}, {**INT, "minimum": 1}]}, {**INT, "maximum": 6}], NUMBERS, False),
+    ([{"$ref": "#/$defs/n"}, {"type": "integer", "minimum": 5}], NUMBERS, False),
+]
+
+
+@pytest.mark.parametrize(("options", "values", "exact"), OVERLAPS)
+def test_of_options_that_overlap_exactly_one_fits(options: list[Any], values: list[Any], exact: bool) -> None:
+    """What fits two is never written. `exact`: all that fits one is."""
+    schema = {"$defs": {"n": {"type": "number", "maximum": 10}}, "oneOf": options}
+    kind, taken = Draft202012Validator(schema), taker(json=schema)
+    found = [value for value in values if taken(json.dumps(value, ensure_ascii=False))]
+    right = [value for value in values if kind.is_valid(value)]
+    assert found == right if exact else found and all(value in right for value in found)
 
 
 def test_names_are_not_written_in_two_ways() -> None:
@@ -227,6 +288,72 @@ def test_bounds_are_exact_where_floats_are_not() -> None:
         assert not takes(str(bound + 1), json=at_most)
         assert takes(str(bound * 2), json=at_least)
         assert takes(str(bound // 2), json=at_most)
+
+
+ENDS = [None, -2.25, -2, -0.5, 0, 0.05, 0.5, 1, 1.125, 2.25]
+
+
+@pytest.mark.parametrize("low", ENDS)
+def test_ranges_are_what_they_say(low: float | None) -> None:
+    """The library takes 0 where `exclusiveMinimum` is 0 and `maximum` below 1, and no 2.2 where `maximum` is 2.25."""
+    numbers = [*(count / 8 for count in range(-20, 21)), 0.01, 0.04, 0.06, 1.1, 1.12, 2.2, 2.3, -0.0]
+    texts = {text for number in numbers for text in (f"{number:g}", f"{number:.3f}")}
+    for high in ENDS:
+        for least, most in product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            bounds = {name: end for name, end in ((least, low), (most, high)) if end is not None}
+            schema = {"type": "number", **bounds}
+            kind = Draft202012Validator(schema)
+            right = {text for text in texts if kind.is_valid(json.loads(text))}
+            if right:
+                found = {*filter(taker(json=schema), texts)}
+                assert found <= right, bounds
+                assert found >= {f"{float(text):g}" for text in right} - {"-0"}, bounds
+
+
+STEPS = [0.1, 0.01, 0.3, 0.001, 0.07, 0.0005, 1.1, 33.3, 0.5, 1.5, 0.125, 2.0, 7]
+BOUNDED = {"minimum": -1.25, "exclusiveMaximum": 2.5}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_multiples_are_those_of_jsonschema(step: float) -> None:
+    """Exactly those, of the numbers without needless digits: floats make some right ones wrong (0.3 / 0.1)."""
+    digits = max(0, -Decimal(str(step)).normalize().as_tuple().exponent)
+    texts = {f"{Decimal(str(step)) * count:.{digits}f}" for count in range(-40, 60)} | {
+        "0.3",
+        "0.35",
+        "2.5",
+        "-1.2",
+        "1",
+    }
+    texts = {text.rstrip("0").rstrip(".") if "." in text else text for text in texts}
+    for type_ in ("number", "integer"):
+        schema = {"type": type_, "multipleOf": step, **BOUNDED}
+        kind, taken = Draft202012Validator(schema), taker(json=schema)
+        for text in texts - {"-0"}:
+            assert taken(text) == kind.is_valid(json.loads(text)), text
+
+
+def test_multiples_beside_other_keywords() -> None:
+    assert [takes(text, json={"multipleOf": 0.1, "enum": [0.3, 0.5, "x"]}) for text in ("0.3", "0.5", '"x"')] == [
+        False,
+        True,
+        True,
+    ]
+    schema = {"type": ["number", "string"], "maxLength": 1, "multipleOf": 0.1, "minimum": 0, "maximum": 1}
+    assert [text for text in ("0.2", "0.3", "2", '"a"', '"ab"', "null") if takes(text, json=schema)] == ["0.2", '"a"']
+    small = {"type": "number", "multipleOf": 1e-5, "minimum": 0, "maximum": 0.0001}
+    assert [text for text in ("0.00002", "0.00007", "0", "0.00015") if takes(text, json=small)] == [
+        "0.00002",
+        "0",
+    ]
+    apart = {"multipleOf": 0.1, "minimum": 0, "maximum": 1}, {"multipleOf": 0.1, "minimum": 2, "maximum": 3}
+    assert takes("2.2", json={"oneOf": [{"type": "number", **each} for each in apart]})
+
+
+def test_multiples_are_no_longer_than_floats_are_exact() -> None:
+    for text in ("9007199254740993", "-9007199254740992.5", f"{'1' * 400}.5"):
+        assert not takes(text, json={"type": "number", "multipleOf": 1.5}), text
+    assert takes("1" * 400, json={"type": "integer", "multipleOf": 1})
 
 
 def test_white_space_is_bounded() -> None:

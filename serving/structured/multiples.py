@@ -1,0 +1,106 @@
+"""`multipleOf`, such that what is written is also a multiple for `jsonschema`, which divides floats.
+
+the step                       what is made of it
+an integer                     as it is
+exact in binary (0.5, 1.25)    bounds, within which floats hold all its multiples exactly
+any other (0.1, 0.01)          the multiples between the schema's bounds, one by one, but for those that `jsonschema`
+                               calls none: 0.3 / 0.1 is 2.9999999999999996
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from model_runner import RequestError
+from ubatch.errors import shown
+
+MAX_LISTED = 10_001
+"""Most multiples that are listed for one schema: cents from 0 to 100."""
+_EXACT = 2**53  # integers up to here are floats, too
+_MOST_DECIMALS = 6
+_FINEST = 2**20
+
+
+def is_exact(step: float) -> bool:
+    """Whether all small multiples of a step are floats."""
+    return Fraction(str(step)) == Fraction(step) and Fraction(step).denominator <= _FINEST
+
+
+def exact_bounds(step: float) -> tuple[float, float] | None:
+    """The bounds within which all multiples of a step that is no integer are floats; None for an integer."""
+    if isinstance(step, int):
+        return None
+    most = _EXACT // Fraction(step).denominator
+    return -most, most
+
+
+def coarser(step: float) -> list[float]:
+    """Multiples of a step that have fewer decimals: the library writes all multiples with as many as the step has."""
+    exact = Fraction(str(step))
+    digits = next((count for count in range(_MOST_DECIMALS) if (exact * 10**count).denominator == 1), 0)
+    units = [Fraction(1, 10**count) for count in range(1, digits)]
+    return [float(_common_multiple(exact, unit)) for unit in units]
+
+
+def listed(schema: Mapping[str, Any], room: int) -> list[float]:
+    """The multiples between a schema's bounds, whole ones as integers.
+
+    Args:
+        room: most that may be listed.
+
+    Raises:
+        RequestError: the schema does not bound them, or they are too many.
+    """
+    step = given = schema["multipleOf"]
+    lows = [schema[name] for name in ("minimum", "exclusiveMinimum") if name in schema]
+    highs = [schema[name] for name in ("maximum", "exclusiveMaximum") if name in schema]
+    exact = Fraction(str(step))
+    if schema.get("type") == "integer":
+        exact = _common_multiple(exact, Fraction(1))
+    if lows and highs:
+        first = math.ceil(_decimal(max(lows)) / exact)
+        last = math.floor(_decimal(min(highs)) / exact)
+        if last - first < room:
+            values = [_number(exact * count) for count in range(first, last + 1)]
+            return [
+                value
+                for value in values
+                if is_multiple(value, given)
+                and value > schema.get("exclusiveMinimum", -math.inf)
+                and value < schema.get("exclusiveMaximum", math.inf)
+            ]
+    raise RequestError(
+        f"{shown(given)} is not supported without a minimum and a maximum beside it with at most {MAX_LISTED:,} "
+        f"multiples between them, in all of the schema: in floats, many of its multiples are none (0.3 / 0.1 is below "
+        f"3). Give both, use an integer of the smaller unit, or leave multipleOf out."
+    )
+
+
+def filtered(values: Sequence[Any], step: float) -> list[Any]:
+    """Of some constants, those that are no numbers, or multiples of a step."""
+    return [
+        value
+        for value in values
+        if isinstance(value, bool) or not isinstance(value, int | float) or is_multiple(value, step)
+    ]
+
+
+def is_multiple(value: float, step: float) -> bool:
+    """As `jsonschema` sees it, for a step that is a float."""
+    quotient = value / step
+    return math.isfinite(quotient) and int(quotient) == quotient
+
+
+def _decimal(number: float) -> Fraction:
+    return Fraction(str(number))
+
+
+def _number(value: Fraction) -> float:
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    return Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))
