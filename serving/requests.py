@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from model_runner import FinishReason, RequestError, SamplingParams, TokenLogprobs
@@ -17,6 +18,22 @@ class QueueFull(UBatchError):
 
 class EngineDead(UBatchError):
     """An engine process ended, or its step failed; the message names the rank and why. No request can run any more."""
+
+
+class EngineRestarting(UBatchError):
+    """The engines have failed and are started again, and the request could not wait for them. Try again later.
+
+    Attributes:
+        retry_after_s: seconds until they should serve again.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PoisonousRequest(UBatchError):
+    """The request has killed an engine while it ran alone, so it was ended."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,7 @@ class RequestInput:
     params: SamplingParams
     priority: int = 0
     group: str = ""
-    generated: Sequence[int] = ()
+    generated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -268,3 +285,19 @@ class EngineStatistics(SchedulerTotals, TracedTime):
         "vllm:iteration_tokens_total", "Tokens that a step ran, of prompts, outputs and guesses.", STEP_TOKENS
     )
     dbo_auto: Mapping[str, str] = field(default_factory=dict)
+
+    def after(self, earlier: EngineStatistics) -> EngineStatistics:
+        """These, with the totals of the engine that this one has replaced."""
+        totals = [
+            each.name for each in fields(self) if Metric in each.metadata and each.metadata[Metric].kind != "gauge"
+        ]
+        return replace(self, **{name: _sum(getattr(self, name), getattr(earlier, name)) for name in totals})
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """The sum of two totals: numbers, or by key or place."""
+    if isinstance(one, Mapping):
+        return {key: one.get(key, 0) + other.get(key, 0) for key in {**other, **one}}
+    if isinstance(one, Sequence):
+        return tuple(map(sum, zip_longest(one, other, fillvalue=0)))
+    return one + other

@@ -1,9 +1,13 @@
-"""The API's side of the engines: starts them, sends requests, delivers their outputs.
+"""The API's side of the engines: starts them, sends requests, delivers their outputs, starts them again.
 
-    generate  ->  router picks a rank  ->  Add to it, Wake to the others that step with it
-                                           (with tensor parallelism to their leaders, which tell their followers)
-    receive loop  ->  Outputs          ->  router  ->  the request's stream  ->  generate yields
-    sentinels, Failed, Alive           ->  liveness        ->  every stream fails, the other engines are ended
+    generate  ->  router holds it, picks a rank  ->  Add to it, Wake to the others that step with it
+                                                     (with tensor parallelism to their leaders, which tell followers)
+    run       ->  Outputs                        ->  router  ->  the request's stream  ->  generate yields
+    run       ->  failed                         ->  all streams are held, a new run starts, they are sent again
+
+A request that is sent again goes on after the tokens that have arrived here, as one that an engine has retracted does.
+Its seed was drawn here when it was accepted, so it goes on as it would have. If engines fail too often
+(`EngineOptions.restarts`), every stream fails with `EngineDead`.
 
 Everything runs on one asyncio loop, and nothing blocks it.
 """
@@ -12,32 +16,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from model_runner import RequestError
-from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
-from serving.engine.liveness import Liveness, dead_error, start_error
+from model_runner import RequestError, fresh_seed
+from serving.engine.kept import KeptOfRank
+from serving.engine.launch import EngineMain, require_descriptors
+from serving.engine.liveness import dead_error, start_error
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
+from serving.engine.restarts import Pause, RestartBudget
 from serving.engine.routing import RequestStream, Router
-from serving.engine.run_host import RunHost
+from serving.engine.run import EngineRun, RunFailed
 from serving.engine.wire import messages as wire
-from serving.engine.wire.agreement import is_of_this_run, node_identity, rank_identity
-from serving.engine.wire.gate import Seldom
 from serving.logs import log_event
-from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
+from serving.requests import EngineDead, EngineRestarting, EngineStatistics, RequestInput, RequestOutput
 from ubatch import UBatchError
 
 _logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
+_DEAD_S = 3.0
+"""How long engines may take to end after a failure that ends the run, in seconds."""
 _SETTLE_S = 0.002
 
 
@@ -60,31 +68,36 @@ class EngineClient:
     """The engines, as the API sees them. Made by `start`.
 
     Attributes:
-        dead: why the engines have failed; None while they run.
+        dead: why the engines have failed for good; None while they run, or are started again.
+        pause: why and since when they are started again; None while they run.
+        restarts: how often they were started again, by reason.
+        resumed: requests that went on after a restart, each time counted.
     """
 
     info: EngineInfo
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, engine_main: EngineMain = run_engine) -> None:
         self.options = options
-        self._host = RunHost(options)
-        self._socket = self._host.socket
+        self._main = engine_main
         self.dead: EngineDead | None = None
+        self.pause: Pause | None = None
+        self.restarts: Counter[str] = Counter()
+        self.resumed = 0
+        self._budget = RestartBudget(options.restarts)
         self._loop = asyncio.get_running_loop()
         self._router = Router(options.data_parallel_size, options.scheduler.max_num_seqs)
         self._epoch = 0
-        self._ready: dict[int, wire.Ready] = {}
-        self._all_ready: asyncio.Future[None] = self._loop.create_future()
         self._died: asyncio.Future[EngineDead] = self._loop.create_future()
         self._finished: asyncio.Future[str] = self._loop.create_future()
-        self._liveness = Liveness(options, self._failed)
         self._profiles = Profiles(options)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._kept = {rank: KeptOfRank() for rank in options.local_ranks} if self._may_restart else {}
+        self._run = EngineRun(options, self._handle, self._failed)
+        self._restarting: asyncio.Task[None] | None = None
         self._closing = False
-        self._posted: dict[int, list[bytes]] = {}
-        self._unread = Seldom(_logger, "not a message")
-        self._strange = Seldom(_logger, "a message of no rank or node of this run")
-        self._engines: LocalEngines | None = None
+
+    @property
+    def _may_restart(self) -> bool:
+        return self.options.restarts.max_engine_restarts > 0
 
     # -- start and end ------------------------------------------------------------------------------------------
 
@@ -97,15 +110,14 @@ class EngineClient:
             EngineDead: a rank did not start for another reason, or a node did not join.
         """
         require_descriptors(options)
-        client = cls(options)
+        client = cls(options, engine_main)
         try:
-            liveness = client._liveness
-            place = client._host.open(liveness.heard_node, liveness.report)
-            client._tasks += [asyncio.create_task(work) for work in (client._receive(), liveness.watch())]
-            client._engines = engines = LocalEngines(options, place, engine_main)
-            for rank, sentinel in engines.sentinels.items():
-                client._loop.add_reader(sentinel, client._exited, engines, rank, sentinel)
-            await client._all_ready
+            await client._run.start(engine_main, client._kept)
+            client.info = client._make_info()
+        except RunFailed as error:
+            await client._end(timeout_s=0.0)
+            failed = error.failed
+            raise start_error(failed, options.describe_rank(failed.rank)) from None
         except BaseException:
             await client._end(timeout_s=0.0)
             raise
@@ -118,19 +130,15 @@ class EngineClient:
 
     async def _end(self, timeout_s: float) -> None:
         self._closing = True
-        self._liveness.close()
         self._fail_all(partial(EngineDead, "the engines were closed."))
-        self._shut_down()
-        if self._engines is not None:
-            for sentinel in self._engines.sentinels.values():
-                self._loop.remove_reader(sentinel)
-            await _end(self._engines, timeout_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for future in (self._all_ready, self._died, self._finished):
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
+        await self._run.end(timeout_s)
+        for kept in self._kept.values():
+            kept.close()
+        for future in (self._died, self._finished):
             future.cancel()
-        self._host.close()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -139,38 +147,58 @@ class EngineClient:
 
         Raises:
             RequestError, KVCacheExhausted: the request cannot be served.
+            EngineRestarting: engines are started again, and it could not begin for `resume_timeout_s`.
             EngineDead: an engine died, so all engines were ended.
         """
         self._check_alive()
         request_id = request.request_id
         if request_id in self._router:
             raise RequestError(f"request {request_id!r} is being served already; give each its own request_id.")
+        if not request.params.greedy and request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=fresh_seed()))
         try:
             add = wire.encode(wire.Add(request, self._epoch + 1))
             wire.decode_to_engine(add)  # its rank would fail with what cannot be decoded
         except (OverflowError, TypeError, ValueError, msgspec.DecodeError) as error:
             raise RequestError(f"request {request_id!r} has a value of a wrong type or size: {error}.") from error
-        self._epoch += 1
-        stream = self._router.add(request)
-        self._send(stream.rank, add)
-        if self.options.enable_expert_parallel:
-            self._send_each(wire.Wake(self._epoch), but=stream.rank)
+        stream = self._router.hold(request)
         finished = False
         try:
+            if self.pause is None:
+                self._epoch += 1
+                self._begin(stream, add)
+            else:
+                await self._until_begun(stream)
             while not finished:
                 output = await stream.get()
                 finished = output.finish_reason is not None
                 yield output
         except UBatchError:
             finished = True
+            self._router.drop(request_id)
             raise
         finally:
             if not finished:
                 self._abort(request_id)
 
+    def _begin(self, stream: RequestStream, add: bytes) -> None:
+        """Send a request to the rank that the router picks."""
+        rank = self._router.assign(stream)
+        self._send(rank, add)
+        if self.options.enable_expert_parallel:
+            self._send_each(wire.Wake(self._epoch), but=rank)
+
+    async def _until_begun(self, stream: RequestStream) -> None:
+        timeout_s = self.options.restarts.resume_timeout_s
+        try:
+            await asyncio.wait_for(stream.begun(), timeout_s)
+        except TimeoutError:
+            message = f"engines are started again, and this request could not begin within {timeout_s:g} s. Try again."
+            raise EngineRestarting(message, retry_after_s=1.0 if self.pause is None else self.pause.left_s) from None
+
     def _abort(self, request_id: str) -> RequestStream | None:
         stream = self._router.drop(request_id)
-        if stream is not None and self.dead is None and not self._closing:
+        if stream is not None and stream.rank is not None and self.dead is None and not self._closing:
             self._router.aborted(stream.rank)
             self._send(stream.rank, wire.encode(wire.Abort(request_id)))
         return stream
@@ -185,7 +213,7 @@ class EngineClient:
         for dp_rank in range(self.options.data_parallel_size):
             self._router.aborted(dp_rank)
         self._send_each(wire.Abort(""))  # aborts nothing; a rank without work answers with its statistics
-        while not self._router.all_received:
+        while not self._router.all_received and self.pause is None:
             self._check_alive()
             await asyncio.sleep(_SETTLE_S)
 
@@ -209,7 +237,7 @@ class EngineClient:
     @property
     def pids(self) -> Mapping[int, int | None]:
         """Rank -> process id, for this node's processes."""
-        return {} if self._engines is None else self._engines.pids
+        return self._run.pids
 
     async def wait_dead(self) -> EngineDead:
         """Wait until an engine dies; returns why. Cancelled when the client is closed."""
@@ -226,8 +254,12 @@ class EngineClient:
         return self._finished.result()
 
     async def start_profile(self) -> None:
-        """Make every rank record its steps."""
-        self._check_alive()
+        """Make every rank record its steps.
+
+        Raises:
+            EngineDead, EngineRestarting: engines died, or are started again.
+        """
+        self._check_serving()
         self._send_each(wire.StartProfile())
 
     async def stop_profile(self, folder: Path | None = None) -> list[Path]:
@@ -242,16 +274,16 @@ class EngineClient:
 
         Raises:
             UBatchError: no profile was started, or a file could not be written, or not within 120 s.
-            EngineDead: an engine died meanwhile.
+            EngineDead, EngineRestarting: an engine died meanwhile.
         """
-        self._check_alive()
+        self._check_serving()
         return await self._profiles.stop(folder, self._send_each)
 
     # -- the wire -----------------------------------------------------------------------------------------------
 
     def _send(self, dp_rank: int, message: bytes) -> None:
         """Send to the leader process of a data-parallel rank."""
-        self._post(self.options.leader(dp_rank), message)
+        self._run.post(self.options.leader(dp_rank), message)
 
     def _send_each(self, message: wire.ToEngine, but: int | None = None) -> None:
         """Send to every data-parallel rank."""
@@ -259,99 +291,83 @@ class EngineClient:
             if dp_rank != but:
                 self._send(dp_rank, wire.encode(message))
 
-    def _shut_down(self) -> None:
-        """Send `Shutdown` to every process, not only to leaders: a follower's leader may be dead."""
-        for rank in self._ready:
-            self._post(rank, wire.encode(wire.Shutdown()))
-        self._send_posted()
-
-    def _post(self, rank: int, message: bytes) -> None:
-        """Queue a message. All of one turn of the event loop are sent together, so their requests start together."""
-        if not self._posted:
-            self._loop.call_soon(self._send_posted)
-        self._posted.setdefault(rank, []).append(message)
-
-    def _send_posted(self) -> None:
-        """Send the queued messages. Errors are ignored: if an engine is gone, its death is noticed elsewhere."""
-        posted, self._posted = self._posted, {}
-        for rank, messages in posted.items():
-            self._answer(rank_identity(rank), *messages)
-
-    def _answer(self, to: bytes, *messages: bytes) -> None:
-        sent = asyncio.ensure_future(self._socket.send_multipart([to, *messages]))
-        sent.add_done_callback(lambda future: future.cancelled() or future.exception())
-
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                message = wire.decode_from_engine(frames[-1])
-            except msgspec.DecodeError as error:
-                self._unread.happened(error=error)
-                continue
-            if is_of_this_run(self.options, frames[0], message):
-                self._handle(message)
-            else:
-                kind = type(message).__name__
-                self._strange.happened(sender=frames[0].decode(errors="replace"), kind=kind)
-
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
-            case wire.Alive():
-                self._liveness.heard(message)
             case wire.Outputs():
                 self._router.deliver(message)
             case wire.Refused(_, request_id, kind, text, param):
                 stream = self._abort(request_id)  # it may run: only its output was too long
                 if stream is not None:
                     stream.fail(lambda: wire.make_error(kind, text, param) or UBatchError(text))
-            case wire.Ready(rank):
-                self._ready[rank] = message
-                if self._ready.keys() == set(range(self.options.world_size)) and not self._all_ready.done():
-                    self.info = self._make_info()
-                    self._liveness.begin()
-                    self._host.admit_no_more()
-                    self._all_ready.set_result(None)
             case wire.ProfileWritten():
                 self._profiles.written(message)
             case wire.Finished(_, result):
                 if not self._finished.done():
                     self._finished.set_result(result)
-            case wire.NodeAlive(node_rank):
-                self._liveness.heard_node(node_rank)
-                self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard()))
-            case wire.Failed():
-                self._liveness.report(message)
 
     def _make_info(self) -> EngineInfo:
-        ready = [self._ready[rank] for rank in sorted(self._ready)]
+        ready = [self._run.ready[rank] for rank in sorted(self._run.ready)]
         memory = "\n".join(f"{self.options.describe_rank(each.rank)}: {each.memory}" for each in ready)
         leaders = map(self.options.leader, range(self.options.data_parallel_size))
-        blocks = tuple(self._ready[rank].num_kv_blocks for rank in leaders)
+        blocks = tuple(self._run.ready[rank].num_kv_blocks for rank in leaders)
         return EngineInfo(min(each.max_model_len for each in ready), ready[0].vocab_size, memory, blocks)
 
     # -- failures -----------------------------------------------------------------------------------------------
 
-    def _exited(self, engines: LocalEngines, rank: int, sentinel: int) -> None:
-        """The process of a rank ended."""
-        self._loop.remove_reader(sentinel)
-        self._liveness.report(engines.ended(rank))
-
     def _failed(self, failed: wire.Failed) -> None:
-        """The cause of a failure is known: fail all waiting calls, and end the other engines."""
-        name = self.options.describe_rank(failed.rank)
-        if not self._all_ready.done():
-            self._all_ready.set_exception(start_error(failed, name))
+        """The cause of a failure is known: start the engines again, or give up."""
+        error = dead_error(failed, self.options.describe_rank(failed.rank))
+        if self._closing:
             return
-        self.dead = dead_error(failed, name)
-        log_event(_logger, "engine dead", level=logging.ERROR, rank=failed.rank, error=self.dead)
-        self._fail_all(partial(deepcopy, self.dead))  # an error raised twice would have both tracebacks
-        self._died.set_result(self.dead)
-        for node_rank in range(1, self.options.nnodes):  # before their ranks are told to end, which is no failure
-            self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(str(self.dead))))
-        self._shut_down()
-        if self._engines is not None:
-            self._tasks.append(asyncio.create_task(_end(self._engines, 3.0)))
+        if not self._budget.may_restart():
+            self._give_up(failed.rank, error)
+            return
+        log_event(
+            _logger, "engine failed; engines are started again", level=logging.ERROR, rank=failed.rank, error=error
+        )
+        self.pause = Pause(str(error), time.monotonic(), self._budget.expected_s)
+        self._router.hold_all()
+        self._profiles.fail(partial(EngineRestarting, "engines have failed, and are started again.", retry_after_s=1.0))
+        self._restarting = asyncio.create_task(self._restart(error))
+
+    async def _restart(self, error: EngineDead) -> None:
+        """Start engines until all are ready, or have failed too often."""
+        begun = time.monotonic()
+        await self._run.end(0.0, str(error))
+        while True:
+            self._run = EngineRun(self.options, self._handle, self._failed, rejoins_s=self.options.dbo.timeout_s)
+            try:
+                await self._run.start(self._main, self._kept)
+                break
+            except RunFailed as failed:
+                error = dead_error(failed.failed, self.options.describe_rank(failed.failed.rank), "did not start")
+                await self._run.end(0.0, str(error))
+                if not self._budget.may_restart():
+                    self._give_up(failed.failed.rank, error)
+                    return
+                log_event(_logger, "engine did not start again", level=logging.ERROR, error=error)
+            except (UBatchError, OSError) as failed:  # this machine cannot start processes any more
+                self._give_up(self.options.local_ranks[0], EngineDead(f"engines cannot be started again: {failed}"))
+                return
+        self.info = self._make_info()
+        self._budget.took(time.monotonic() - begun)
+        self.pause = None
+        waiting = self._router.held
+        log_event(_logger, "engines serve again", seconds=time.monotonic() - begun, requests=len(waiting))
+        for rank, pid in self._run.pids.items():
+            log_event(_logger, "engine", rank=rank, pid=pid)
+        for stream in waiting:
+            self._epoch += 1
+            self.resumed += stream.was_sent
+            self._begin(stream, wire.encode(wire.Add(stream.input, self._epoch)))
+
+    def _give_up(self, rank: int, error: EngineDead) -> None:
+        """The engines have failed for good: fail all waiting calls, and end the other engines."""
+        self.dead, self.pause = error, None
+        log_event(_logger, "engine dead", level=logging.ERROR, rank=rank, error=error)
+        self._fail_all(partial(deepcopy, error))  # an error raised twice would have both tracebacks
+        self._died.set_result(error)
+        self._restarting = asyncio.create_task(self._run.end(_DEAD_S, str(error)))
 
     def _fail_all(self, error: Callable[[], EngineDead]) -> None:
         """Raise an error in every call that waits, of its own."""
@@ -364,8 +380,7 @@ class EngineClient:
         if self._closing:
             raise EngineDead("the engines were closed.")
 
-
-async def _end(engines: LocalEngines, timeout_s: float) -> None:
-    if timeout_s:
-        await asyncio.to_thread(engines.join, timeout_s)
-    engines.kill()
+    def _check_serving(self) -> None:
+        self._check_alive()
+        if self.pause is not None:
+            raise EngineRestarting("engines have failed, and are started again. Try later.", retry_after_s=1.0)

@@ -10,7 +10,8 @@ Silence that is too long:
 
     rank    while all start: five times `--timeout-s`, at least 60 s; from `begin` on: `--timeout-s` plus the silence
             announced by it or by a rank that steps with it
-    node    five minutes to join, then `--timeout-s` between two messages, but at most 15 s
+    node    five minutes to join (when engines are started again, `--timeout-s`), then `--timeout-s` between two
+            messages, but at most 15 s
 
 Only the time in which this process was running counts (`WatchedTime`), not while it was stopped or its machine slept.
 A node's supervisor watches node 0 by the same clock and the same limits.
@@ -83,14 +84,18 @@ class Liveness:
 
     Args:
         decided: called once, with the report that names the cause.
+        node_joins_s: how long other nodes may take to join, in seconds.
     """
 
-    def __init__(self, options: EngineOptions, decided: Callable[[Failed], object]) -> None:
+    def __init__(
+        self, options: EngineOptions, decided: Callable[[Failed], object], node_joins_s: float | None = None
+    ) -> None:
         self._options, self._decided = options, decided
         self._timeout_s = options.dbo.timeout_s
         self._start_s = max(_START_SILENCES * self._timeout_s, _LEAST_START_S)
         self._clock = WatchedTime(min(_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT))
-        self._nodes = dict.fromkeys(range(1, options.nnodes), _NODE_JOINS_S)
+        self._node_joins_s = _NODE_JOINS_S if node_joins_s is None else node_joins_s
+        self._nodes = dict.fromkeys(range(1, options.nnodes), self._node_joins_s)
         self._heard = dict.fromkeys(options.local_ranks, 0.0)  # when the last heartbeat of a rank arrived
         self._silence_s: dict[int, float] = {}  # the silence that it announced
         self._begun = False
@@ -153,7 +158,7 @@ class Liveness:
         for node, until in self._nodes.items():
             if now > until:
                 rank = node * self._options.local_size
-                what = "cannot be reached" if rank in self._heard else f"has not joined within {_NODE_JOINS_S:g} s"
+                what = "cannot be reached" if rank in self._heard else f"has not joined within {self._node_joins_s:g} s"
                 found.append(Failed(rank, f"is lost: node {node} {what}"))
         silent = [
             rank

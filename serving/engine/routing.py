@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from serving.engine.prefixes import Prefixes
 from serving.engine.wire.messages import Outputs
@@ -18,27 +19,62 @@ class RequestStream:
     """The outputs of one request, queued for the caller that waits for them.
 
     Attributes:
+        request: as it came.
+        rank: serves it; None while it is held here.
         number: the request was message `number` to its rank. Outputs sent before the rank had handled that message
             belong to an earlier request with the same id.
         outstanding: most tokens that the rank still has to compute for it.
+        tokens: the output so far.
+        was_sent: an engine has had it before.
     """
 
-    __slots__ = ("_changed", "_error", "_outputs", "_prompt_left", "number", "outstanding", "rank")
+    __slots__ = (
+        *("_begun", "_changed", "_error", "_outputs", "_prompt_left"),
+        *("number", "outstanding", "rank", "request", "tokens", "was_sent"),
+    )
 
-    def __init__(self, request: RequestInput, rank: int, number: int) -> None:
-        self.rank = rank
-        self.number = number
-        self._prompt_left = len(request.token_ids)
-        self.outstanding = self._prompt_left + request.params.max_tokens
+    def __init__(self, request: RequestInput) -> None:
+        self.request = request
+        self.rank: int | None = None
+        self.number = 0
+        self.outstanding = 0
+        self.tokens: list[int] = []
+        self.was_sent = False
+        self._prompt_left = 0
         self._outputs: list[RequestOutput] = []
         self._error: Callable[[], UBatchError] | None = None
         self._changed = asyncio.Event()
+        self._begun: asyncio.Event | None = None
+
+    @property
+    def input(self) -> RequestInput:
+        """What an engine gets: the request, and its output so far."""
+        return replace(self.request, generated=tuple(self.tokens)) if self.tokens else self.request
+
+    def send_to(self, rank: int, number: int) -> None:
+        """It is sent to a rank, as its message `number`."""
+        self.rank, self.number, self.was_sent = rank, number, True
+        self._prompt_left = len(self.request.token_ids) + len(self.tokens)
+        self.outstanding = len(self.request.token_ids) + self.request.params.max_tokens
+        if self._begun is not None:
+            self._begun.set()
+
+    def hold(self) -> None:
+        """Its rank is gone."""
+        self.rank, self.outstanding = None, 0
+
+    async def begun(self) -> None:
+        """Wait until it is sent to a rank, or has failed."""
+        if self.rank is None and self._error is None:
+            self._begun = asyncio.Event()
+            await self._begun.wait()
 
     def put(self, output: RequestOutput) -> None:
         """Add an output."""
         if output.token_ids:
             self.outstanding -= self._prompt_left + len(output.token_ids)
             self._prompt_left = 0
+            self.tokens += output.token_ids
         self._outputs.append(output)
         self._changed.set()
 
@@ -46,6 +82,8 @@ class RequestStream:
         """No more outputs follow; `get` raises the error that `error()` returns."""
         self._error = error
         self._changed.set()
+        if self._begun is not None:
+            self._begun.set()
 
     async def get(self) -> RequestOutput:
         """All outputs since the last call, merged into one; waits for the first.
@@ -78,6 +116,7 @@ class Router:
         self.outstanding = [0] * num_ranks
         self._sent = [0] * num_ranks
         self._received = [0] * num_ranks
+        self._earlier: dict[int, EngineStatistics] = {}  # the totals of ranks that were started again
 
     @property
     def num_outstanding(self) -> int:
@@ -86,19 +125,23 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run yet, on all ranks: those that wait there, and those not yet received by a rank.
+        """Requests that do not run yet: those that wait on a rank, those not yet received by one, and those held here.
 
-        The latter count only if they exceed the rank's free places, so that they would wait.
+        The latter two count only if they exceed the ranks' free places, so that they would wait.
         """
-        unseen = [0] * len(self._sent)
+        unseen, held = [0] * len(self._sent), 0
         for stream in self._streams.values():
-            unseen[stream.rank] += stream.number > self._received[stream.rank]
+            if stream.rank is None:
+                held += 1
+            else:
+                unseen[stream.rank] += stream.number > self._received[stream.rank]
         total = 0
         for rank, new in enumerate(unseen):
             known = self.statistics[rank]
-            free = self._max_num_seqs - known.num_running - known.num_waiting
-            total += known.num_waiting + max(0, new - max(0, free))
-        return total
+            free = max(0, self._max_num_seqs - known.num_running - known.num_waiting)
+            total += known.num_waiting + max(0, new - free)
+            held = max(0, held - max(0, free - new))
+        return total + held
 
     @property
     def all_received(self) -> bool:
@@ -108,24 +151,33 @@ class Router:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
-    def add(self, request: RequestInput) -> RequestStream:
+    @property
+    def held(self) -> Sequence[RequestStream]:
+        """The requests that no rank has, in the order of their arrival."""
+        return [stream for stream in self._streams.values() if stream.rank is None]
+
+    def hold(self, request: RequestInput) -> RequestStream:
+        """A new request, which no rank has yet."""
+        stream = self._streams[request.request_id] = RequestStream(request)
+        return stream
+
+    def assign(self, stream: RequestStream) -> int:
         """Assign a request to the rank with the fewest outstanding tokens; of those that have nearly as few, to the one
-        that was sent most of the conversation already, then to that with fewest messages."""
-        pages = self._prefixes.pages(request.token_ids)
+        that was sent most of the conversation already, then to that with fewest messages. Returns the rank."""
+        pages = self._prefixes.pages(stream.request.token_ids)
         held, least = self._prefixes.held(pages), min(self.outstanding)
         near = [rank for rank, tokens in enumerate(self.outstanding) if least >= (1 - _NEAR) * tokens]
         rank = min(near, key=lambda each: (-held[each], self.outstanding[each], self._sent[each]))
         self._prefixes.add(pages, rank)
         self._sent[rank] += 1
-        stream = RequestStream(request, rank, self._sent[rank])
-        self._streams[request.request_id] = stream
+        stream.send_to(rank, self._sent[rank])
         self.outstanding[rank] += stream.outstanding
-        return stream
+        return rank
 
     def drop(self, request_id: str) -> RequestStream | None:
         """Remove a request that ended, and return its stream; None if there is no such request."""
         stream = self._streams.pop(request_id, None)
-        if stream is not None:
+        if stream is not None and stream.rank is not None:
             self.outstanding[stream.rank] -= stream.outstanding
         return stream
 
@@ -135,7 +187,8 @@ class Router:
 
     def deliver(self, message: Outputs) -> None:
         """Deliver the outputs of a rank to their streams. Requests that have ended are removed."""
-        self.statistics[message.rank] = message.statistics
+        earlier = self._earlier.get(message.rank)
+        self.statistics[message.rank] = message.statistics if earlier is None else message.statistics.after(earlier)
         self._received[message.rank] = message.received
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
@@ -146,6 +199,17 @@ class Router:
             self.outstanding[message.rank] += stream.outstanding - before
             if output.finish_reason is not None:
                 self.drop(output.request_id)
+
+    def hold_all(self) -> None:
+        """The engines are gone: hold all requests until others can take them."""
+        ranks = range(len(self._sent))
+        nothing = EngineStatistics()
+        self._earlier = {rank: nothing.after(known) for rank, known in self.statistics.items()}
+        self.statistics = dict(self._earlier)
+        self.outstanding, self._sent, self._received = [0 for _ in ranks], [0 for _ in ranks], [0 for _ in ranks]
+        self._prefixes = Prefixes(len(ranks))
+        for stream in self._streams.values():
+            stream.hold()
 
     def fail_all(self, error: Callable[[], UBatchError]) -> None:
         """Fail all requests."""

@@ -87,9 +87,9 @@ class TrackedRequest(Request):
         eos_token_ids: Collection[int],
         grammar: TokenGrammar | None = None,
     ) -> TrackedRequest:
-        """The state of a new request."""
+        """The state of a new request, or of one that has tokens from an engine that has failed."""
         params = given.params
-        return cls(
+        request = cls(
             given.request_id,
             list(given.token_ids),
             params,
@@ -100,6 +100,10 @@ class TrackedRequest(Request):
             ends=frozenset(params.ending_tokens(eos_token_ids)),
             grammar=grammar,
         )
+        if given.generated:
+            request.token_ids += given.generated
+            request.num_cached_tokens = 0  # its first engine has counted them
+        return request
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,14 +1,14 @@
 """Tensor-parallel ranks in lock-step: followers handle the same messages as their leader, before the same step.
 
-    leader      receive from the client | draw seeds | send a Turn to every follower | handle it, step, send outputs
-    follower    wait for the Turn                                                    | handle it, step, send nothing
+    leader      receive from the client | send a Turn to every follower | handle it, step, send outputs
+    follower    wait for the Turn                                       | handle it, step, send nothing
 
 Every process of a tensor-parallel group runs a scheduler of its own over a KV cache for its share of the heads, and all
 must plan the same steps. A scheduler depends only on the order of its calls and on the tokens of its steps, which are
 the same on all processes. So all must get the same calls in the same order: the leader sends a turn before every step,
 even an empty one, and during a pause one for every batch of messages. Nothing that a follower does depends on a clock,
 on when a message arrives, or on when a grammar is made: the leader says when a request with one is admitted (`Admit`).
-The leader gives a seed to requests without one, so that all processes have the same seed.
+Every request has a seed: the client draws one for those that have none.
 
 Each turn carries a checksum of the outputs of the leader's steps so far. A follower with another checksum stops the
 engine: ranks that disagree on the tokens would compute garbage. (The runner compares what is scheduled at every step;
@@ -22,14 +22,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import zmq
 
-from model_runner import fresh_seed
 from serving.engine.options import EngineOptions
 from serving.engine.wire import messages as wire
 from ubatch import TransferTimeout, UBatchError
@@ -113,7 +110,7 @@ class LeaderLink(_TurnsLink):
 
     def receive(self, wait_s: float = 0.0) -> Iterator[wire.ToEngine]:
         """See `Link`. Followers get the same messages; during a pause an empty batch is not sent."""
-        messages, self._own = [*self._own, *map(_with_seed, self._link.receive(wait_s))], []
+        messages, self._own = [*self._own, *self._link.receive(wait_s)], []
         if messages or not wait_s:
             turn = wire.encode(wire.Turn(self._number, self._told, messages))
             self._number += 1
@@ -201,14 +198,6 @@ def _with_outputs(checksum: int, message: wire.FromEngine) -> int:
             return zlib.crc32(f"{message.request_id} {message.kind}".encode(), checksum)
         case _:
             return checksum
-
-
-def _with_seed(message: wire.ToEngine) -> wire.ToEngine:
-    """The message, with a seed added to a sampled request without one."""
-    if not isinstance(message, wire.Add) or message.request.params.greedy or message.request.params.seed is not None:
-        return message
-    seeded = replace(message.request.params, seed=fresh_seed())
-    return msgspec.structs.replace(message, request=replace(message.request, params=seeded))
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

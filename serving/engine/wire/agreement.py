@@ -25,7 +25,7 @@ _MAY_DIFFER = frozenset(
         *("group", "profile_ranges", "draft_model_path"),
     }
 )
-_NESTED = {"dbo": "", "scheduler": "", "speculation": "speculative_"}
+_NESTED = {"dbo": "", "scheduler": "", "restarts": "", "speculation": "speculative_"}
 _FLAGS = {
     "num_ubatches": "ubatch_size",
     "policy": "scheduling_policy",

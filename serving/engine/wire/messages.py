@@ -184,7 +184,7 @@ class Turn(_Message, frozen=True):
 
     Attributes:
         told: checksum of all outputs of the leader's steps so far.
-        messages: the messages, with seeds added to sampled requests.
+        messages: the messages.
     """
 
     number: int

@@ -30,23 +30,29 @@ def end(name: str, tokens: Sequence[int] = (1,)) -> RequestOutput:
 
 def test_the_rank_with_the_least_outstanding_tokens_is_chosen() -> None:
     router = Router(2, max_num_seqs=8)
-    assert router.add(request("long", prompt=100)).rank == 0
-    assert [router.add(request(f"short {index}")).rank for index in range(5)] == [1] * 5
+    assert add(router, request("long", prompt=100)).rank == 0
+    assert [add(router, request(f"short {index}")).rank for index in range(5)] == [1] * 5
     assert router.outstanding[0] == 110
     assert router.outstanding[1] == 100
-    assert router.add(request("next", prompt=20)).rank == 1
-    assert router.add(request("last")).rank == 0
+    assert add(router, request("next", prompt=20)).rank == 1
+    assert add(router, request("last")).rank == 0
 
 
 def test_equal_ranks_take_turns() -> None:
     router = Router(3, max_num_seqs=8)
     for turn in range(6):
-        stream = router.add(request(f"r{turn}"))
+        stream = add(router, request(f"r{turn}"))
         assert stream.rank == turn % 3
         router.deliver(outputs(stream.rank, turn // 3 + 1, end(f"r{turn}")))
 
 
 # -- prefixes --------------------------------------------------------------------------------------------------------
+
+
+def add(router: Router, given: RequestInput) -> RequestStream:
+    stream = router.hold(given)
+    router.assign(stream)
+    return stream
 
 
 class Conversation:
@@ -81,7 +87,7 @@ class Ranks:
         self._received = [0] * num_ranks
 
     def start(self, request: RequestInput) -> int:
-        rank = self.router.add(request).rank
+        rank = add(self.router, request).rank
         self._received[rank] += 1
         pages = [tuple(request.token_ids[: 16 * end]) for end in range(1, len(request.token_ids) // 16 + 1)]
         cached = 16 * sum(page in self.pages[rank] for page in pages)
@@ -169,8 +175,8 @@ def test_what_conversations_share_attracts_none() -> None:
 
 def test_outstanding_tokens_go_down_as_outputs_come_and_vanish_with_the_request() -> None:
     router = Router(1, max_num_seqs=8)
-    router.add(request("a"))
-    router.add(request("b"))
+    add(router, request("a"))
+    add(router, request("b"))
     router.deliver(outputs(0, 2, RequestOutput("a", [1, 2])))
     assert router.outstanding[0] == 8 + 20
     router.deliver(outputs(0, 2, end("a")))
@@ -184,7 +190,7 @@ def test_outstanding_tokens_go_down_as_outputs_come_and_vanish_with_the_request(
 def test_waiting_counts_what_a_rank_has_not_seen_only_beyond_its_free_places() -> None:
     router = Router(1, max_num_seqs=4)
     for index in range(6):
-        router.add(request(f"r{index}"))
+        add(router, request(f"r{index}"))
     assert router.num_waiting == 2
     router.deliver(outputs(0, 5, running=4, waiting=1))
     assert router.num_waiting == 2
@@ -197,10 +203,10 @@ def test_waiting_counts_what_a_rank_has_not_seen_only_beyond_its_free_places() -
 def test_outputs_of_an_aborted_request_do_not_reach_a_new_one_of_the_same_name() -> None:
     async def scenario() -> None:
         router = Router(1, max_num_seqs=4)
-        router.add(request("a"))
+        add(router, request("a"))
         router.drop("a")
         router.aborted(0)
-        stream = router.add(request("a"))
+        stream = add(router, request("a"))
         assert stream.number == 3
         router.deliver(outputs(0, 1, RequestOutput("a", [66])))  # sent before the rank knew of the abort
         router.deliver(outputs(0, 3, RequestOutput("a", [7])))
@@ -211,7 +217,7 @@ def test_outputs_of_an_aborted_request_do_not_reach_a_new_one_of_the_same_name()
 
 def test_outputs_that_piled_up_come_as_one() -> None:
     async def scenario() -> None:
-        stream = RequestStream(request("a"), 0, 1)
+        stream = RequestStream(request("a"))
         stream.put(RequestOutput("a", [1], prompt_logprobs=[None], num_cached_tokens=4))
         stream.put(RequestOutput("a", [2, 3]))
         stream.put(RequestOutput("a", [4], finish_reason=FinishReason.STOP, stop_token=4))
@@ -224,7 +230,7 @@ def test_outputs_that_piled_up_come_as_one() -> None:
 
 def test_a_failure_comes_after_what_was_there_before() -> None:
     async def scenario() -> None:
-        stream = RequestStream(request("a"), 0, 1)
+        stream = RequestStream(request("a"))
         waiting = asyncio.create_task(stream.get())
         await asyncio.sleep(0)
         stream.put(RequestOutput("a", [1]))
@@ -240,7 +246,7 @@ def test_a_failure_comes_after_what_was_there_before() -> None:
 def test_a_refusal_concerns_one_request() -> None:
     async def scenario() -> None:
         router = Router(1, max_num_seqs=4)
-        refused, served = router.add(request("a")), router.add(request("b"))
+        refused, served = add(router, request("a")), add(router, request("b"))
         assert router.drop("a") is refused
         refused.fail(lambda: RequestError("too long"))
         router.deliver(outputs(0, 2, end("b")))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,19 +110,6 @@ def test_followers_take_in_the_same_turn_by_turn(group: Group) -> None:
         assert list(follower.receive()) == []
         assert list(follower.receive(0.5)) == [Abort("a")]
         assert list(follower.receive(0.01)) == []
-
-
-def test_a_request_without_a_seed_gets_one_for_all(group: Group) -> None:
-    greedy = Add(RequestInput("greedy", [1], SamplingParams()), 1)
-    group.clients[0].to_engine += [greedy, *(Add(RequestInput(name, [1], SAMPLED), 2) for name in "ab")]
-    taken = [list(link.receive()) for link in (group.leader, *group.followers)]
-    assert taken[0] == taken[1] == taken[2]
-    adds = [message for message in taken[0] if isinstance(message, Add)]
-    seeds = [add.request.params.seed for add in adds]
-    assert seeds[0] is None
-    assert None not in seeds[1:]
-    assert seeds[1] != seeds[2]
-    assert replace(adds[1].request.params, seed=None) == SAMPLED
 
 
 def test_a_follower_says_nothing_of_requests(group: Group) -> None:

@@ -1,0 +1,195 @@
+"""One run of the engines: from the start of their processes to the first failure, or to the end.
+
+    open      a private folder with store and socket, the ranks' processes, and a `Liveness` that watches them
+    ready     every rank has said so
+    failed    `Liveness` has found out which rank has failed, and why
+    end       the processes are gone, and so is the folder
+
+Nothing of a run is used again: the next one has a store, a socket and groups of its own, so that no message of an
+engine that was given up reaches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from serving.engine.kept import KeptOfRank
+from serving.engine.launch import EngineMain, LocalEngines
+from serving.engine.liveness import Liveness
+from serving.engine.options import EngineOptions
+from serving.engine.run_host import RunHost
+from serving.engine.wire import messages as wire
+from serving.engine.wire.agreement import is_of_this_run, node_identity, rank_identity
+from serving.engine.wire.gate import Seldom
+from ubatch import UBatchError
+
+_logger = logging.getLogger(__name__)
+
+
+class RunFailed(UBatchError):
+    """A rank failed before all were ready.
+
+    Attributes:
+        failed: which one, and why.
+    """
+
+    def __init__(self, failed: wire.Failed) -> None:
+        super().__init__(failed.text)
+        self.failed = failed
+
+
+class EngineRun:
+    """The engines of one run, on one asyncio loop. Nothing blocks it.
+
+    Args:
+        heard: called with every message that is no sign of life.
+        failed: called once, if a rank fails after all were ready.
+        rejoins_s: how long other nodes may take to join again, in seconds; None for a first start.
+
+    Attributes:
+        ready: rank -> its `Ready`, once it has sent it.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        heard: Callable[[wire.FromEngine], object],
+        failed: Callable[[wire.Failed], object],
+        *,
+        rejoins_s: float | None = None,
+    ) -> None:
+        self._options, self._heard, self._report_failure = options, heard, failed
+        self.host = RunHost(options)
+        self.socket = self.host.socket
+        self.ready: dict[int, wire.Ready] = {}
+        self.all_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.liveness = Liveness(options, self._failed, rejoins_s)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._posted: dict[int, list[bytes]] = {}
+        self._unread = Seldom(_logger, "not a message")
+        self._strange = Seldom(_logger, "a message of no rank or node of this run")
+        self._engines: LocalEngines | None = None
+        self._watched: dict[int, int] = {}
+        self._ending: asyncio.Task[None] | None = None
+
+    async def start(self, main: EngineMain, kept: Mapping[int, KeptOfRank]) -> None:
+        """Start the engines of node 0, and wait until those of all nodes are ready. Call `end` after an error, too.
+
+        Raises:
+            ConfigError: this machine cannot do it.
+            RunFailed: a rank did not start, or a node did not join.
+        """
+        loop = asyncio.get_running_loop()
+        place = self.host.open(self.liveness.heard_node, self.liveness.report)
+        self._tasks += [asyncio.create_task(work) for work in (self.receive(), self.liveness.watch())]
+        self._engines = engines = LocalEngines(self._options, place, main, kept)
+        self._watched = dict(engines.sentinels)
+        for rank, sentinel in self._watched.items():
+            loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
+        await self.all_ready
+
+    async def end(self, timeout_s: float, failure: str = "") -> None:
+        """End the processes, and close everything. A second call waits for what the first one has begun.
+
+        Args:
+            timeout_s: how long they may take before they are killed, in seconds.
+            failure: why; told to the other nodes, whose ranks then end without being failures of their own.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(timeout_s, failure))
+        await asyncio.shield(self._ending)
+
+    async def _end(self, timeout_s: float, failure: str) -> None:
+        self.liveness.close()
+        if failure:
+            for node_rank in range(1, self._options.nnodes):  # before their ranks are told to end
+                self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(failure)))
+        for rank in self.ready:  # not only leaders: a follower's leader may be dead
+            self.post(rank, wire.encode(wire.Shutdown()))
+        self._send_posted()
+        if self._engines is not None:
+            loop = asyncio.get_running_loop()
+            for sentinel in self._watched.values():
+                loop.remove_reader(sentinel)
+            if timeout_s:
+                await asyncio.to_thread(self._engines.join, timeout_s)
+            await asyncio.to_thread(self._engines.kill)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.all_ready.cancel()
+        self.host.close()
+
+    @property
+    def pids(self) -> Mapping[int, int | None]:
+        """Rank -> process id, for this node's processes."""
+        return {} if self._engines is None else self._engines.pids
+
+    # -- the wire -----------------------------------------------------------------------------------------------
+
+    def post(self, rank: int, message: bytes) -> None:
+        """Queue a message. All of one turn of the event loop are sent together, so their requests start together."""
+        if not self._posted:
+            asyncio.get_running_loop().call_soon(self._send_posted)
+        self._posted.setdefault(rank, []).append(message)
+
+    def _send_posted(self) -> None:
+        """Send the queued messages. Errors are ignored: if an engine is gone, its death is noticed elsewhere."""
+        posted, self._posted = self._posted, {}
+        for rank, messages in posted.items():
+            self._answer(rank_identity(rank), *messages)
+
+    def _answer(self, to: bytes, *messages: bytes) -> None:
+        sent = asyncio.ensure_future(self.socket.send_multipart([to, *messages]))
+        sent.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+    async def receive(self) -> None:
+        """Handle messages, until cancelled."""
+        while True:
+            frames = await self.socket.recv_multipart()
+            try:
+                message = wire.decode_from_engine(frames[-1])
+            except msgspec.DecodeError as error:
+                self._unread.happened(error=error)
+                continue
+            if is_of_this_run(self._options, frames[0], message):
+                self._handle(message)
+            else:
+                kind = type(message).__name__
+                self._strange.happened(sender=frames[0].decode(errors="replace"), kind=kind)
+
+    def _handle(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Alive():
+                self.liveness.heard(message)
+            case wire.NodeAlive(node_rank):
+                self.liveness.heard_node(node_rank)
+                self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard()))
+            case wire.Failed():
+                self.liveness.report(message)
+            case wire.Ready(rank):
+                self.ready[rank] = message
+                if self.ready.keys() == set(range(self._options.world_size)) and not self.all_ready.done():
+                    self.liveness.begin()
+                    self.host.admit_no_more()
+                    self.all_ready.set_result(None)
+            case _:
+                self._heard(message)
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def _exited(self, engines: LocalEngines, rank: int, sentinel: int) -> None:
+        """The process of a rank ended."""
+        asyncio.get_running_loop().remove_reader(sentinel)
+        del self._watched[rank]
+        self.liveness.report(engines.ended(rank))
+
+    def _failed(self, failed: wire.Failed) -> None:
+        if not self.all_ready.done():
+            self.all_ready.set_exception(RunFailed(failed))
+        else:
+            self._report_failure(failed)

@@ -1,0 +1,184 @@
+"""Engines that are killed are started again, and every request goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, tiny, tokens_of, wait_for
+from engine_served import PARAMS, PROMPTS, Served, outputs_of_one_rank
+
+from model_runner import SamplingParams
+from serving.engine import EngineClient, EngineOptions
+from serving.engine.options import RestartLimits
+from serving.engine.rank.process import run_engine
+from serving.engine.wire.rendezvous import Place
+from serving.requests import EngineDead, EngineRestarting, RequestInput
+from ubatch import UBatchConfig
+
+pytestmark = pytest.mark.ranks
+
+LONGER = [replace(params, max_tokens=60 + 4 * number) for number, params in enumerate(PARAMS)]
+UNSEEDED = SamplingParams(max_tokens=50, ignore_eos=True, temperature=1.0)
+WAYS: Mapping[str, dict[str, Any]] = {
+    "one rank": {},
+    "data parallel": {"ranks": 2, "expert_parallel": True},
+    "tensor parallel": {"tensor_parallel_size": 2},
+}
+
+
+def restarting(most: int = 3, **options: Any) -> EngineOptions:
+    return tiny(**{"restarts": RestartLimits(most), **options})
+
+
+async def all_outputs(client: EngineClient, prefix: str) -> list[list[int]]:
+    named = enumerate(zip(PROMPTS, LONGER, strict=True))
+    return await asyncio.gather(*[tokens_of(client, f"{prefix}-{index}", *each) for index, each in named])
+
+
+async def kill_one(client: EngineClient, number: int = signal.SIGKILL, rank: int = 0) -> None:
+    """Kill an engine, and wait until this is noticed."""
+    pid = client.pids[rank]
+    assert pid is not None
+    os.kill(pid, number)
+    assert await wait_for(lambda: client.pause is not None or client.dead is not None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_token_changes(way: str) -> None:
+    """A stream that was interrupted is that of an engine without failures; and totals go on."""
+    served = Served(restarting(**WAYS[way]))
+    client = served.client
+
+    async def scenario() -> None:
+        undisturbed = await all_outputs(client, "before")
+        before = dict(client.statistics)
+        running = asyncio.gather(all_outputs(client, "after"), tokens_of(client, "unseeded", [1, 2, 3], UNSEEDED))
+        assert await wait_for(lambda: sum(each.num_running for each in client.statistics.values()) >= len(PROMPTS))
+        earlier = dict(client.pids)
+        await kill_one(client, rank=len(client.pids) - 1)
+        again, unseeded = await running
+        assert again == undisturbed
+        assert len(unseeded) == UNSEEDED.max_tokens
+        assert client.pause is None
+        assert client.resumed >= len(PROMPTS)
+        assert not set(earlier.values()) & set(client.pids.values())
+        assert not any(is_alive(pid) for pid in earlier.values() if pid is not None)
+        await client.settle()
+        for rank, known in before.items():
+            assert client.statistics[rank].generation_tokens > known.generation_tokens
+            assert client.statistics[rank].kv_usage == 0
+
+    served.run(scenario())
+    served.close()
+
+
+def test_new_requests_wait_for_engines_and_those_that_wait_too_long_are_told() -> None:
+    served = Served(restarting(restarts=RestartLimits(3, resume_timeout_s=30)))
+    client = served.client
+
+    async def scenario() -> None:
+        await kill_one(client)
+        short = SamplingParams(max_tokens=3)
+        impatient = client.generate(RequestInput("impatient", PROMPTS[0], short))
+        client.options = replace(client.options, restarts=RestartLimits(3, resume_timeout_s=0.01))
+        with pytest.raises(EngineRestarting, match="could not begin within 0.01 s") as error:
+            await anext(impatient)
+        assert error.value.retry_after_s >= 1
+        client.options = replace(client.options, restarts=RestartLimits(3, resume_timeout_s=30))
+        left = asyncio.create_task(tokens_of(client, "left", PROMPTS[0], short))
+        waiting = asyncio.create_task(tokens_of(client, "waiting", PROMPTS[0], short))
+        await asyncio.sleep(0)
+        assert client.num_outstanding == 2
+        left.cancel()
+        assert len(await waiting) == 3
+        assert client.num_outstanding == 0
+        assert client.resumed == 0
+
+    served.run(scenario())
+    served.close()
+
+
+def test_one_failure_too_many_ends_the_run_as_without_restarts() -> None:
+    served = Served(restarting(1, ranks=2))
+    client = served.client
+
+    async def scenario() -> None:
+        running = asyncio.create_task(tokens_of(client, "a", PROMPTS[0], replace(LONGER[0], max_tokens=400)))
+        await kill_one(client)
+        assert await wait_for(lambda: client.pause is None)
+        pids = [pid for pid in client.pids.values() if pid is not None]
+        await kill_one(client, rank=1)
+        with pytest.raises(EngineDead, match=r"^rank 1 was killed by SIGKILL\.$"):
+            await running
+        assert client.dead is await client.wait_dead()
+        assert client.pause is None
+        assert await wait_for(lambda: not any(map(is_alive, pids)))
+
+    served.run(scenario())
+    served.close()
+
+
+def test_engines_may_be_closed_while_they_are_started_again() -> None:
+    served = Served(restarting(ranks=2))
+    client = served.client
+
+    async def scenario() -> None:
+        running = asyncio.create_task(tokens_of(client, "a", PROMPTS[0], LONGER[0]))
+        await kill_one(client)
+        assert await wait_for(lambda: bool(client.pids) and None not in client.pids.values())
+        await client.close()
+        with pytest.raises(EngineDead, match="closed"):
+            await running
+        assert not any(is_alive(pid) for pid in client.pids.values() if pid is not None)
+
+    served.run(scenario())
+    served.close()
+
+
+def test_a_stopped_engine_is_replaced() -> None:
+    served = Served(restarting(dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2)))
+    client = served.client
+
+    async def scenario() -> None:
+        undisturbed = await all_outputs(client, "before")
+        running = asyncio.create_task(all_outputs(client, "after"))
+        await asyncio.sleep(0.05)
+        begun = time.monotonic()
+        await kill_one(client, signal.SIGSTOP)
+        assert time.monotonic() - begun < 8
+        assert await running == undisturbed
+
+    served.run(scenario())
+    served.close()
+
+
+def fails_once_started(options: EngineOptions, rank: int, place: Place) -> None:
+    """An engine that starts once only."""
+    mark = place.folder.parent / f"started-{os.getppid()}"
+    if mark.exists():
+        mark.unlink()
+        exit_at_once(options, rank, place)
+    mark.touch()
+    run_engine(options, rank, place)
+
+
+def test_a_failure_during_the_restart_counts_as_one_more() -> None:
+    served = Served(restarting(2), fails_once_started)
+    client = served.client
+
+    async def scenario() -> None:
+        running = asyncio.create_task(tokens_of(client, "a", PROMPTS[0], LONGER[0]))
+        await asyncio.sleep(0.2)
+        await kill_one(client)
+        assert len(await running) == LONGER[0].max_tokens
+        assert sum(client.restarts.values()) == 2
+
+    served.run(scenario())
+    served.close()
