@@ -13,6 +13,10 @@ from serving.arguments.fields import Flag
 from serving.workbench.bench.options import SERVER, Checkpoint, Dtype, ReportOptions
 from serving.workbench.bench.server.faults.asked import make_requests, with_stops
 from serving.workbench.bench.server.faults.kill import run_kills
+from serving.workbench.bench.server.faults.nodes import run_nodes
+from serving.workbench.bench.server.faults.others import run_others
+from serving.workbench.bench.server.faults.pause import run_cost, run_pause, run_soak
+from serving.workbench.bench.server.faults.poison import run_limit, run_poison
 from serving.workbench.bench.server.faults.referee import FLAGS, Referee
 from serving.workbench.bench.server.faults.setting import Found, Setting, Sizes
 from serving.workbench.bench.server.faults.victims import Subject, subject
@@ -21,6 +25,13 @@ from ubatch import ConfigError
 
 SECTIONS: Mapping[str, Callable[[Setting], Found]] = {
     "kill": run_kills,
+    "others": run_others,
+    "poison": run_poison,
+    "limit": run_limit,
+    "pause": run_pause,
+    "cost": run_cost,
+    "soak": run_soak,
+    "nodes": run_nodes,
 }
 _QUICK = Sizes(kills=2, configurations=1, pauses=1, blocks=2, soak_s=6.0, every_s=3.0)
 

@@ -41,8 +41,8 @@ class Load:
 
 
 @asynccontextmanager
-async def running_load(subject: Subject, requests: Sequence[Asked]) -> AsyncIterator[Load]:
-    """Keep the requests running in the block; after it, wait until the last answers have come."""
+async def running_load(subject: Subject, requests: Sequence[Asked], *, wait: bool = True) -> AsyncIterator[Load]:
+    """Keep the requests running in the block; after it, wait until the last answers have come, or drop them."""
     load, stop = Load(requests, times=[[] for _ in requests]), asyncio.Event()
 
     async def repeat(client: httpx.AsyncClient, index: int) -> None:
@@ -59,11 +59,11 @@ async def running_load(subject: Subject, requests: Sequence[Asked]) -> AsyncIter
         try:
             yield load
             stop.set()
-            done, late = await asyncio.wait(running, timeout=_END_S)
+            done, late = await asyncio.wait(running, timeout=_END_S if wait else 0)
             for task in done:
                 task.result()
             for index, task in enumerate(running):
-                if task in late:
+                if task in late and wait:
                     error = f"no answer {_END_S:g} s after the last fault"
                     load.answers.append((index, Answer([], error=error)))
         finally:
@@ -80,10 +80,17 @@ class NotHealthy(Exception):
 
 
 async def kill_engines(
-    subject: Subject, load: Load, count: int, rng: random.Random, *, between_s: tuple[float, float], again_s: float
+    subject: Subject,
+    load: Load,
+    count: int,
+    rng: random.Random,
+    *,
+    between_s: tuple[float, float],
+    again_s: float,
+    twice: bool = True,
 ) -> None:
-    """Kill a random engine that many times, each time some seconds after the server is healthy; every fifth time once
-    more while the engines are started. The load counts them.
+    """Kill a random engine that many times, each time some seconds after the server is healthy; with `twice`
+    every fifth time once more while the engines are started. The load counts them.
 
     Raises:
         NotHealthy: it was not healthy `again_s` seconds after one of them.
@@ -93,7 +100,7 @@ async def kill_engines(
         await asyncio.sleep(rng.uniform(*between_s))
         if engines := list(subject.engines().values()):
             load.kills += kill(rng.choice(engines))
-        if load.kills % 5 == 4 and load.kills < count:
+        if twice and load.kills % 5 == 4 and load.kills < count:
             await subject.wait_sick(again_s)
             await asyncio.sleep(rng.uniform(0.0, 1.0))
             if starting := subject.starting():

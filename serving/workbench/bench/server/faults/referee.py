@@ -1,4 +1,4 @@
-"""An undisturbed server of one rank: what it answers is right, and where an answer differs it tells the logits there."""
+"""An undisturbed server of one rank: its answers are right, and where another differs it tells the logits there."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Referee:
     """
 
     def __init__(self, server: Server, model: Path) -> None:
-        self._server = server
+        self.server = server
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         ends = config.get("eos_token_id")
         self._vocab_size = int(config["vocab_size"])
@@ -84,7 +84,7 @@ class Referee:
         Raises:
             UBatchError: the undisturbed server does not answer one of them.
         """
-        return await ask_all(self._server, requests)
+        return await ask_all(self.server, requests)
 
     async def tally(self, answers: Iterable[tuple[Asked, Answer, Answer]]) -> Tally:
         """The verdicts on requests, their references and their answers."""
@@ -94,7 +94,7 @@ class Referee:
             async with turn:
                 return await self._judge(client, *case)
 
-        async with self._server.client() as client:
+        async with self.server.client() as client:
             verdicts = await asyncio.gather(*(judge(client, case) for case in cases))
         for (asked, _, _), (verdict, why) in zip(cases, verdicts, strict=True):
             tally.add(verdict, f"{asked}: {why}")
@@ -150,7 +150,7 @@ class Referee:
         return [each[str(token)]["logprob"] for token, each in zip(choice.tokens, told, strict=True)]
 
     async def _post(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
-        answer = await client.post(self._server.endpoint.path, json={"model": self._server.model, **body})
+        answer = await client.post(self.server.endpoint.path, json={"model": self.server.model, **body})
         if answer.status_code != httpx.codes.OK:
             raise refused(answer, answer.content)
         return answer.json()["choices"][0]

@@ -23,6 +23,8 @@ from serving.workbench.bench.server.requests import RequestFailed, Server
 
 _ENGINE = re.compile(r" engine rank=(\d+) pid=(\d+)")
 _LOOK_S = 0.02
+_CACHES = "torchinductor_"
+"""How names of torch's caches begin, which may stay."""
 _END_S, _LEFT_S = 60.0, 5.0
 
 
@@ -134,7 +136,7 @@ class Subject:
             deadline = time.monotonic() + _LEFT_S
             while (left := self.processes()) and status is not None and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
-            files = sorted(str(each.relative_to(self.folder)) for each in self.folder.iterdir())
+            files = sorted(each.name for each in self.folder.iterdir() if not each.name.startswith(_CACHES))
             self.ended = Ended(status, [_command_line(pid) for pid in left], files)
             for pid in left:
                 with suppress(ProcessLookupError):
