@@ -1,5 +1,5 @@
-"""The requests of `ubatch bench faults`: 64 of 200 tokens, half of them streamed, half sampled, each with something that
-a restart could break."""
+"""The requests of `ubatch bench faults`: half of them streamed, half sampled, each with something that a restart could
+break."""
 
 from __future__ import annotations
 

@@ -33,6 +33,8 @@ SECTIONS: Mapping[str, Callable[[Setting], Found]] = {
     "soak": run_soak,
     "nodes": run_nodes,
 }
+_VARIETY = 4
+"""Requests that are made for each that runs at a time."""
 _QUICK = Sizes(kills=2, configurations=1, pauses=1, blocks=2, soak_s=6.0, every_s=3.0)
 
 
@@ -96,8 +98,10 @@ def _setting(options: Options) -> Iterator[Setting]:
 async def _ask(options: Options, undisturbed: Subject, referee: Referee, flags: tuple[str, ...]) -> Setting:
     pool = await token_pool(undisturbed.server)
     streams, tokens = (16, 48) if options.quick else (options.streams, options.output_len)
-    first = make_requests(pool, streams, tokens)
+    first = make_requests(pool, _VARIETY * streams, tokens)
     requests = with_stops(first, await referee.references(first))
     references = await referee.references(requests)
     exact = options.dtype == "float32"
-    return Setting(options.model, flags, requests, references, referee, options.sizes, options.timeout_s, exact)
+    return Setting(
+        options.model, flags, requests, references, referee, options.sizes, streams, options.timeout_s, exact
+    )

@@ -5,8 +5,8 @@ Each rank looks into a folder before every step. What it finds there is done by 
     raise     an exception inside the step
     memory    more memory is asked for than there is, inside the step
     lane      an exception inside the second lane of the next step that overlaps
-    poison    TOKEN HOW: whenever a step has a request with this token in its prompt, the rank raises, or ends itself with
-              SIGSEGV. The file stays.
+    poison    TOKEN HOW: in every step that has a request with this token in its prompt, the rank raises, or ends itself
+              with SIGSEGV. The file stays.
 """
 
 from __future__ import annotations
@@ -74,8 +74,12 @@ def run_faulty_engine(options: EngineOptions, rank: int, place: Place) -> None:
             raise InjectedFault("told to fail inside a lane")
         return forward(kernel, *args)
 
-    ModelRunner.launch = launch_or_fail  # type: ignore[method-assign]
-    FusedMoEModularKernel.forward = forward_or_fail  # type: ignore[method-assign]
+    vars_of_classes: list[tuple[Any, str, Any]] = [
+        (ModelRunner, "launch", launch_or_fail),
+        (FusedMoEModularKernel, "forward", forward_or_fail),
+    ]
+    for owner, name, function in vars_of_classes:
+        setattr(owner, name, function)
     run_engine(options, rank, place)
 
 

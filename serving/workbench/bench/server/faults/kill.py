@@ -32,7 +32,7 @@ _ALONE_S = 2.0
 CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
     "one rank": (),
     "DP 2, EP, DBO": (*EXPERT_PARALLEL, *LANES),
-    "TP 2": ("--tensor-parallel-size=2",),
+    "TP 2": ("--tensor-parallel-size=2", "--enable-expert-parallel"),
     "ngram drafts": ("--speculative-algorithm=ngram",),
     "tiny KV, prefix cache": ("--kv-cache-memory=12M",),
 }
@@ -117,7 +117,7 @@ def run_kills(setting: Setting) -> Found:
 
 async def _kill(setting: Setting, subject: Subject, name: str) -> dict[str, Any]:
     rng, unhealthy = random.Random(name), None
-    async with running_load(subject, setting.requests) as load:
+    async with running_load(subject, setting.requests, setting.streams) as load:
         await asyncio.sleep(_ALONE_S)
         signs = await read_signs(subject.server)
         begun = time.monotonic()

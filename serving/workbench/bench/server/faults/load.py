@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import httpx
 
@@ -26,7 +27,7 @@ class Load:
 
     Attributes:
         answers: request's index and its answer, in the order in which they came.
-        times: of each request, when something of its answers came, by `time.monotonic()`.
+        times: of each request that runs, and its successors, when something came, by `time.monotonic()`.
         kills: engines that were killed meanwhile.
     """
 
@@ -41,21 +42,25 @@ class Load:
 
 
 @asynccontextmanager
-async def running_load(subject: Subject, requests: Sequence[Asked], *, wait: bool = True) -> AsyncIterator[Load]:
-    """Keep the requests running in the block; after it, wait until the last answers have come, or drop them."""
-    load, stop = Load(requests, times=[[] for _ in requests]), asyncio.Event()
+async def running_load(
+    subject: Subject, requests: Sequence[Asked], at_once: int, *, wait: bool = True
+) -> AsyncIterator[Load]:
+    """Keep so many of the requests running in the block, all in turn; after it, wait until the last answers have come, or drop them."""
+    load, stop = Load(requests, times=[[] for _ in range(at_once)]), asyncio.Event()
 
     async def repeat(client: httpx.AsyncClient, index: int) -> None:
+        places = cycle(range(index, len(requests), at_once))
         while not stop.is_set():
-            answer = await ask(subject.server, client, requests[index], lambda _: load.times[index].append(now()))
-            load.answers.append((index, answer))
+            place = next(places)
+            answer = await ask(subject.server, client, requests[place], lambda _: load.times[index].append(now()))
+            load.answers.append((place, answer))
             if answer.error is not None:
                 if not subject.alive:
                     return
                 await asyncio.sleep(_AFTER_ERROR_S)
 
     async with subject.server.client() as client:
-        running = [asyncio.create_task(repeat(client, index)) for index in range(len(requests))]
+        running = [asyncio.create_task(repeat(client, index)) for index in range(at_once)]
         try:
             yield load
             stop.set()

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from serving.ranks import free_port
 from serving.workbench.bench.link.network import INTERFACE, Network, network
@@ -88,11 +88,10 @@ class Cut:
 
 def run_nodes(setting: Setting) -> Found:
     """All faults; skipped, by name, where this user cannot have namespaces."""
-    few = replace(setting, requests=setting.requests[:_STREAMS], references=setting.references[:_STREAMS])
     try:
         with network() as joined:
-            healed, cases, faults = _healed(few, joined)
-            ended_s, said, more = _not_healed(few, joined)
+            healed, cases, faults = _healed(setting, joined)
+            ended_s, said, more = _not_healed(setting, joined)
     except ConfigError as error:
         print(f"  skipped: {error}", flush=True)
         return Found({"skipped": str(error)})
@@ -141,7 +140,7 @@ def _healed(setting: Setting, joined: Network) -> tuple[list[Cut], list[Case], l
 
 async def _disturb(setting: Setting, server: Subject, second: _Second) -> tuple[list[Cut], list[Case]]:
     done: list[Cut] = []
-    async with running_load(server, setting.requests) as load:
+    async with running_load(server, setting.requests, _STREAMS) as load:
         for name in ("rank", "launcher", "cut, healed"):
             if await server.wait_healthy(AGAIN_S) is None:
                 break
@@ -178,7 +177,7 @@ async def _harm(name: str, setting: Setting, server: Subject, second: _Second) -
 
 async def _serves_again(server: Subject, second: _Second, load: Load, begun: float) -> None:
     """Wait until something new has come in every stream; a launcher that has ended is started again meanwhile."""
-    streams = [times for times, asked in zip(load.times, load.requests, strict=True) if asked.stream]
+    streams = [times for times, asked in zip(load.times, load.requests, strict=False) if asked.stream]
     while server.alive and time.monotonic() - begun < AGAIN_S:
         if second.launcher.process.poll() is not None:
             second.start()
@@ -216,5 +215,5 @@ def _not_healed(setting: Setting, joined: Network) -> tuple[float | None, list[s
 
 
 async def _load_for(server: Subject, requests: Sequence[Asked], seconds: float) -> None:
-    async with running_load(server, requests, wait=False):
+    async with running_load(server, requests, _STREAMS, wait=False):
         await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""The part of `ubatch bench faults` with faults other than a signal that kills: a rank that hangs, and steps that fail."""
+"""The part of `ubatch bench faults` with other faults than a signal that kills: ranks that hang, steps that fail."""
 
 from __future__ import annotations
 
@@ -64,10 +64,12 @@ class Disturbed:
 def run_others(setting: Setting) -> Found:
     """One server of two ranks that overlap; the faults come one after the other while requests run."""
     flags = (UNLIMITED, f"--timeout-s={setting.timeout_s}", *EXPERT_PARALLEL, *LANES)
-    with tempfile.TemporaryDirectory() as folder:
-        with setting.server(*flags, program=PROGRAM, variables={FOLDER: folder}) as subject:
-            done, tally, restarts = asyncio.run(_disturb(setting, subject, Path(folder)))
-            ended = subject.end()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        setting.server(*flags, program=PROGRAM, variables={FOLDER: folder}) as subject,
+    ):
+        done, tally, restarts = asyncio.run(_disturb(setting, subject, Path(folder)))
+        ended = subject.end()
     faults = [fault for each in done for fault in each.faults(setting.timeout_s)]
     found = [
         *faults_of_answers(tally, exact=setting.exact),
@@ -88,7 +90,7 @@ async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[li
         "exception inside a lane": partial(_tell, subject, folder / "lane"),
     }
     done = []
-    async with running_load(subject, setting.requests) as load:
+    async with running_load(subject, setting.requests, setting.streams) as load:
         for name, way in ways.items():
             if await subject.wait_healthy(AGAIN_S) is None:
                 break
@@ -101,7 +103,6 @@ async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[li
             again_s = None if noticed_s is None else await subject.wait_healthy(AGAIN_S)
             restarts = dict(await subject.restarts() - before)
             restarts.pop("resumed", None)
-            noticed_s = None if noticed_s is None else noticed_s
             done.append(Disturbed(name, happened, noticed_s, again_s, restarts))
             if subject.alive and time.monotonic() - begun < _PROGRESS_S:
                 await asyncio.sleep(_PROGRESS_S)

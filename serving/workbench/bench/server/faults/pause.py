@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,6 +39,7 @@ _MOST_PAUSE, _LEAST_THROUGHPUT = 0.5, 0.99
 _STREAMS, _STREAM_TOKENS, _COLD_STARTS = 8, 3000, 5
 _ERROR = re.compile(r"^(\S+ \S+)\.(\d{3}) ERROR +api ", re.MULTILINE)
 _SETTLE_S = 2.0
+_FEW = 16
 _COST_REQUESTS, _COST_TOKENS = 32, 64
 _ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
 
@@ -58,17 +59,17 @@ class Pause:
 
 def run_pause(setting: Setting) -> Found:
     """Kill a rank of a server of two ranks with 100 million parameters; compare with its own start."""
-    pauses: list[Pause] = []
     with tempfile.TemporaryDirectory() as folder:
         model = make_served_model(Path(folder))
         flags = [*setting.flags, *EXPERT_PARALLEL, UNLIMITED, "--kv-cache-memory=512M"]
         starts_s = []
-        for number in range(min(_COLD_STARTS, setting.sizes.pauses)):
+        for _ in range(min(_COLD_STARTS, setting.sizes.pauses) - 1):
             with subject(model, flags) as server:
                 starts_s.append(server.start_s)
-                if number == min(_COLD_STARTS, setting.sizes.pauses) - 1:
-                    pauses = asyncio.run(_pauses(server, setting.sizes.pauses))
-                ended = server.end()
+        with subject(model, flags) as server:
+            starts_s.append(server.start_s)
+            pauses = asyncio.run(_pauses(server, setting.sizes.pauses))
+            ended = server.end()
     every = [median(each.streams) for each in pauses]
     ratio = median(every) / median(starts_s)
     print(f"  start to healthy     {bootstrap(starts_s):.2f} s, {len(starts_s)} starts")
@@ -89,7 +90,7 @@ async def _pauses(server: Subject, count: int) -> list[Pause]:
     fields = {"max_tokens": _STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
     requests = [Asked("plain", tuple(rng.choices(pool, k=16)), True, fields) for _ in range(_STREAMS)]
     found = []
-    async with running_load(server, requests, wait=False) as load:
+    async with running_load(server, requests, len(requests), wait=False) as load:
         for _ in range(count):
             if await server.wait_healthy(AGAIN_S) is None:
                 raise UBatchError("the server is not healthy again, so that no pause can be measured.")
@@ -177,9 +178,8 @@ def _visit(server: Subject, prompts: list[list[int]], sessions: list[int]) -> fl
 
 def run_soak(setting: Setting) -> Found:
     """Kill a rank again and again; what the API process holds must not grow."""
-    few = replace(setting, requests=setting.requests[:16], references=setting.references[:16])
     with setting.server(UNLIMITED, *EXPERT_PARALLEL) as server:
-        series, kills, tally = asyncio.run(_soak(few, server))
+        series, kills, tally = asyncio.run(_soak(setting, server))
         ended = server.end()
     rows = [(str(number), each.resident / 1e6, each.descriptors, each.threads) for number, each in enumerate(series, 1)]
     print(table({"after kill": "", "MB": ".1f", "descriptors": "d", "threads": "d"}, rows))
@@ -198,7 +198,7 @@ async def _soak(setting: Setting, server: Subject) -> tuple[list[Footprint], int
     """What the API process holds, shortly before each kill but the first."""
     rng, series, sizes = random.Random(1), [], setting.sizes
     ends = time.monotonic() + sizes.soak_s
-    async with running_load(server, setting.requests) as load:
+    async with running_load(server, setting.requests, _FEW) as load:
         await asyncio.sleep(_SETTLE_S)
         while time.monotonic() < ends and server.alive:
             if engines := list(server.engines().values()):

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ _CODE = "poisonous_request"
 _DEFAULT_RESTARTS = 3
 _BETWEEN_S = (0.3, 1.0)
 _AGAIN_S = 60.0
+_FEW = 8
 _WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "raises, one rank": ("raise", ()),
     "raises, DP 2": ("raise", EXPERT_PARALLEL),
@@ -83,14 +84,14 @@ def run_poison(setting: Setting) -> Found:
 
 async def _ask_with(setting: Setting, subject: Subject, token: int, *, stream: bool) -> dict[str, Any]:
     """Send all requests, one of them poisoned, at once."""
-    requests = list(setting.requests)
+    requests = list(setting.requests[: setting.streams])
     place = len(requests) // 2
     poisonous = Asked("poisonous", (*requests[place].prompt, token), stream, {"max_tokens": 20, "temperature": 0})
     requests[place] = poisonous
     begun = time.monotonic()
     answers = await asyncio.wait_for(ask_all(subject.server, requests), 10 * _AGAIN_S)
     seconds = time.monotonic() - begun
-    cases = list(zip(requests, setting.references, answers, strict=True))
+    cases = list(zip(requests, setting.references[: setting.streams], answers, strict=True))
     del cases[place]
     told = answers[place]
     restarts = dict(await subject.restarts())
@@ -127,9 +128,8 @@ def _print(done: list[Poisoned]) -> None:
 
 def run_limit(setting: Setting) -> Found:
     """Kill engines of a server with the default limits until it ends."""
-    eight = replace(setting, requests=setting.requests[:8], references=setting.references[:8])
     with setting.server() as subject:
-        kills, answers = asyncio.run(_kill_until_it_ends(eight, subject))
+        kills, answers = asyncio.run(_kill_until_it_ends(setting, subject))
         ended, last = subject.end(), subject.log().splitlines()[-1:]
     unnamed = [each.error for each in answers if each.error is not None and "rank 0" not in each.error]
     broken = {
@@ -143,7 +143,7 @@ def run_limit(setting: Setting) -> Found:
 
 
 async def _kill_until_it_ends(setting: Setting, subject: Subject) -> tuple[int, list[Answer]]:
-    async with running_load(subject, setting.requests) as load:
+    async with running_load(subject, setting.requests, _FEW) as load:
         with suppress(NotHealthy):
             most = 2 * _DEFAULT_RESTARTS + 2
             rng = random.Random(0)

@@ -44,6 +44,8 @@ class Setting:
 
     Attributes:
         flags: of every server.
+        requests: more than run at a time, so that one with a near-tie does not come too often.
+        streams: how many run at a time.
         timeout_s: the servers' `--timeout-s`, where a rank hangs or a link is cut.
         exact: whether a difference is a fault: in float32.
     """
@@ -54,6 +56,7 @@ class Setting:
     references: Sequence[Answer]
     referee: Referee
     sizes: Sizes
+    streams: int
     timeout_s: float
     exact: bool
 
