@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
+from prometheus_client import CollectorRegistry, Counter, Histogram, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -60,29 +60,6 @@ def make_registry(model_name: str, statistics: Statistics) -> tuple[CollectorReg
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Engines(model_name, statistics))
     return registry, RequestMetrics(model_name, registry)
-
-
-CACHE_SETTINGS = {
-    "block_size": "block_size",
-    "kv_cache_dtype": "cache_dtype",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-}
-"""A setting of the KV cache -> its label."""
-
-
-def show_cache(registry: CollectorRegistry, settings: Mapping[str, Any], num_blocks: Sequence[int]) -> None:
-    """Put `vllm:cache_config_info` into a registry: 1 for each engine, labelled with its KV cache's settings.
-
-    Args:
-        settings: has those of `CACHE_SETTINGS`.
-        num_blocks: blocks of each engine's KV cache.
-    """
-    labels = [*CACHE_SETTINGS.values(), "num_gpu_blocks", "engine"]
-    with in_memory():
-        info = Gauge("vllm:cache_config_info", "Settings of an engine's KV cache.", labels, registry=registry)
-    for engine, blocks in enumerate(num_blocks):
-        info.labels(*(settings[name] for name in CACHE_SETTINGS), blocks, engine).set(1)
 
 
 @contextmanager

@@ -33,7 +33,8 @@ class EngineRestarting(UBatchError):
 
 
 class PoisonousRequest(UBatchError):
-    """The request has killed an engine while it ran alone, so it was ended."""
+    """The request has ended because it killed an engine each time that it ran, in the end alone. Do not send it again:
+    the message says how the engine failed."""
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,10 @@ from serving.engine.client import EngineClient
 from serving.engine.launch import EngineMain
 from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
+from serving.engine_metrics import show_cache, show_restarts
 from serving.generation_config import request_defaults
 from serving.logs import log_event
-from serving.metrics import make_registry, show_cache
+from serving.metrics import make_registry
 from serving.options import Command, Settings, chosen_dtype
 from serving.requests import EngineDead
 from serving.text.chat_template import DEFAULT, ChatTemplate, read_template
@@ -187,7 +188,8 @@ class _Serve:
                 log_event(_logger, "defaults of requests", **defaults)
             registry, observer = make_registry(self.names[0], lambda: client.statistics)
             cache = {name: setting.value for name, setting in self.settings.all.items()}
-            show_cache(registry, cache, client.info.num_kv_blocks)
+            show_cache(registry, cache, lambda: client.info.num_kv_blocks)
+            show_restarts(registry, self.names[0], client)
             self._around = partial(self._around, count=HttpMetrics(registry).count)
             service = Service(
                 client,

@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from serving.api.long_work import LongWork
-from serving.api.schema.errors import ApiError, shutting_down
+from serving.api.schema.errors import ApiError, engine_dead, shutting_down
 from serving.metrics import RequestMetrics, make_registry
 from serving.requests import QueueFull
 from serving.structured import GrammarChecks
@@ -47,6 +47,7 @@ class Service:
         response_role: role of a chat's answers.
         template_kwargs: variables of the chat template that requests may override.
         seed: of the seeds of requests that have none; None for random ones.
+        comment_s: how often a stream gets a comment while engines are started again, in seconds.
         draining: the server is shutting down: new requests are refused.
         long_work: runs in threads what would block the event loop.
         grammars: tries the grammars of structured outputs.
@@ -72,6 +73,7 @@ class Service:
     response_role: str = "assistant"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    comment_s: float = 10.0
     draining: bool = False
     long_work: LongWork = field(init=False)
     grammars: GrammarChecks = field(init=False)
@@ -110,15 +112,20 @@ class Service:
         at least 1 and at most the `left` ones of the context."""
         return max(1, min(left, self.defaults.get("max_tokens", otherwise)))
 
+    @property
+    def paused(self) -> bool:
+        """Whether engines are started again."""
+        return self.engine.pause is not None
+
     def admit(self) -> None:
-        """Check that one more request can be accepted.
+        """Check that one more request can be accepted. While engines are started again it can: it waits.
 
         Raises:
             ApiError: 503, the engine is dead or the server is shutting down.
             QueueFull: too many requests wait already.
         """
         if self.engine.dead is not None:
-            raise ApiError(503, f"The engine is dead: {self.engine.dead}", code="engine_dead")
+            raise engine_dead(self.engine.dead)
         if self.draining:
             raise shutting_down()
         self.check_queue()

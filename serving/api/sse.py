@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 from serving.api.schema.errors import as_api_error, error_response
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": the engines are being started again\n\n"
+"""A line that clients ignore."""
 Result = TypeVar("Result")
 
 
@@ -63,14 +65,29 @@ class EventStream(Response):
 
     Nothing is sent before the first event, so an error before it is an ordinary response with its status. A later error
     is sent as an event. When the client leaves, the generator is closed at once.
+
+    While engines are started again, a stream that has begun gets comments, so that no proxy takes it for a dead one.
+
+    Args:
+        done: follows the events.
+        paused: whether engines are started again.
+        comment_s: seconds between two comments.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], done: bytes = DONE) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        done: bytes = DONE,
+        *,
+        paused: Callable[[], bool],
+        comment_s: float,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._done = events, done
+        self._paused, self._comment_s = paused, comment_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -86,13 +103,31 @@ class EventStream(Response):
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send(_body(first))
-            try:
-                async for data in events:
-                    await send(_body(data))
-            except Exception as error:
-                await send(_body(event(as_api_error(error).body)))
+            async with _meanwhile(self._comment(send)):
+                try:
+                    async for data in events:
+                        await send(_body(data))
+                except Exception as error:
+                    await send(_body(event(as_api_error(error).body)))
             await send(_body(self._done))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self._comment_s)
+            if self._paused():
+                await send(_body(COMMENT))
+
+
+@asynccontextmanager
+async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` beside the block; it has ended when the block is left."""
+    working = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 def _body(data: bytes) -> dict[str, Any]:

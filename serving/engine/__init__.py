@@ -6,8 +6,14 @@ wire/          messages between client and engines, the rendezvous, and authenti
 launch, node   the processes of one machine; a machine without the client
 routing        which rank serves a request, and to which stream its outputs go
 prefixes       which rank was sent which beginnings of prompts
+runs, run      runs of the engines, one after another; one of them, from its start to its first failure
 profiles       asks every rank to write its trace, and waits
 liveness       takes all signs of life and of death, and says once which rank has failed, and why
+restarts       whether the engines may be started again
+kept           memory that a rank leaves to the process that takes its place
+step_record    which requests are in the steps that a rank runs; it outlives the rank
+suspects       which request kills the engines
+kept           memory that a rank leaves for the process that takes its place
 run_folder     the private folder of a run on one machine
 run_host       what node 0 provides for a run: folder, store, socket, who may connect
 client         the engines as the API uses them

@@ -2,8 +2,9 @@
 
     generate  ->  router holds it, picks a rank  ->  Add to it, Wake to the others that step with it
                                                      (with tensor parallelism to their leaders, which tell followers)
-    run       ->  Outputs                        ->  router  ->  the request's stream  ->  generate yields
-    run       ->  failed                         ->  all streams are held, a new run starts, they are sent again
+    runs      ->  Outputs                        ->  router  ->  the request's stream  ->  generate yields
+    runs      ->  interrupted                    ->  all streams are held
+    runs      ->  serving                        ->  those that may run are sent again
 
 A request that is sent again goes on after the tokens that have arrived here, as one that an engine has retracted does.
 Its seed was drawn here when it was accepted, so it goes on as it would have. If engines fail too often
@@ -16,9 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,25 +26,29 @@ from pathlib import Path
 import msgspec
 
 from model_runner import RequestError, fresh_seed
-from serving.engine.kept import KeptOfRank
 from serving.engine.launch import EngineMain, require_descriptors
-from serving.engine.liveness import dead_error, start_error
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
 from serving.engine.rank.process import run_engine
-from serving.engine.restarts import Pause, RestartBudget
+from serving.engine.restarts import Pause
 from serving.engine.routing import RequestStream, Router
-from serving.engine.run import EngineRun, RunFailed
+from serving.engine.runs import EngineRuns
+from serving.engine.suspects import Suspects
 from serving.engine.wire import messages as wire
 from serving.logs import log_event
-from serving.requests import EngineDead, EngineRestarting, EngineStatistics, RequestInput, RequestOutput
+from serving.requests import (
+    EngineDead,
+    EngineRestarting,
+    EngineStatistics,
+    PoisonousRequest,
+    RequestInput,
+    RequestOutput,
+)
 from ubatch import UBatchError
 
 _logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-_DEAD_S = 3.0
-"""How long engines may take to end after a failure that ends the run, in seconds."""
 _SETTLE_S = 0.002
 
 
@@ -68,36 +71,24 @@ class EngineClient:
     """The engines, as the API sees them. Made by `start`.
 
     Attributes:
-        dead: why the engines have failed for good; None while they run, or are started again.
-        pause: why and since when they are started again; None while they run.
-        restarts: how often they were started again, by reason.
         resumed: requests that went on after a restart, each time counted.
+        poisonous: requests that were ended because they killed an engine while they ran alone.
     """
 
     info: EngineInfo
 
     def __init__(self, options: EngineOptions, engine_main: EngineMain = run_engine) -> None:
         self.options = options
-        self._main = engine_main
-        self.dead: EngineDead | None = None
-        self.pause: Pause | None = None
-        self.restarts: Counter[str] = Counter()
-        self.resumed = 0
-        self._budget = RestartBudget(options.restarts)
+        self.resumed = self.poisonous = 0
         self._loop = asyncio.get_running_loop()
         self._router = Router(options.data_parallel_size, options.scheduler.max_num_seqs)
+        self._suspects = Suspects()
         self._epoch = 0
         self._died: asyncio.Future[EngineDead] = self._loop.create_future()
         self._finished: asyncio.Future[str] = self._loop.create_future()
         self._profiles = Profiles(options)
-        self._kept = {rank: KeptOfRank() for rank in options.local_ranks} if self._may_restart else {}
-        self._run = EngineRun(options, self._handle, self._failed)
-        self._restarting: asyncio.Task[None] | None = None
+        self._runs = EngineRuns(options, engine_main, self)
         self._closing = False
-
-    @property
-    def _may_restart(self) -> bool:
-        return self.options.restarts.max_engine_restarts > 0
 
     # -- start and end ------------------------------------------------------------------------------------------
 
@@ -112,12 +103,7 @@ class EngineClient:
         require_descriptors(options)
         client = cls(options, engine_main)
         try:
-            await client._run.start(engine_main, client._kept)
-            client.info = client._make_info()
-        except RunFailed as error:
-            await client._end(timeout_s=0.0)
-            failed = error.failed
-            raise start_error(failed, options.describe_rank(failed.rank)) from None
+            await client._runs.start()
         except BaseException:
             await client._end(timeout_s=0.0)
             raise
@@ -131,12 +117,7 @@ class EngineClient:
     async def _end(self, timeout_s: float) -> None:
         self._closing = True
         self._fail_all(partial(EngineDead, "the engines were closed."))
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.gather(self._restarting, return_exceptions=True)
-        await self._run.end(timeout_s)
-        for kept in self._kept.values():
-            kept.close()
+        await self._runs.close(timeout_s)
         for future in (self._died, self._finished):
             future.cancel()
 
@@ -164,7 +145,7 @@ class EngineClient:
         stream = self._router.hold(request)
         finished = False
         try:
-            if self.pause is None:
+            if self._may_begin(stream):
                 self._epoch += 1
                 self._begin(stream, add)
             else:
@@ -175,11 +156,14 @@ class EngineClient:
                 yield output
         except UBatchError:
             finished = True
-            self._router.drop(request_id)
+            self._drop(request_id)
             raise
         finally:
             if not finished:
                 self._abort(request_id)
+
+    def _may_begin(self, stream: RequestStream) -> bool:
+        return self._runs.serves and self._suspects.may_run(stream.request.request_id)
 
     def _begin(self, stream: RequestStream, add: bytes) -> None:
         """Send a request to the rank that the router picks."""
@@ -196,8 +180,25 @@ class EngineClient:
             message = f"engines are started again, and this request could not begin within {timeout_s:g} s. Try again."
             raise EngineRestarting(message, retry_after_s=1.0 if self.pause is None else self.pause.left_s) from None
 
-    def _abort(self, request_id: str) -> RequestStream | None:
+    def _begin_held(self) -> None:
+        """Send the requests that are held and may run, in the order of their arrival."""
+        for stream in self._router.held:
+            if self._may_begin(stream):
+                self._epoch += 1
+                self.resumed += stream.was_sent
+                self._begin(stream, wire.encode(wire.Add(stream.input, self._epoch)))
+        if self._runs.serves and self._suspects.allowed is None:
+            self._runs.pause = None
+
+    def _drop(self, request_id: str) -> RequestStream | None:
+        """A request has ended, or is given up."""
         stream = self._router.drop(request_id)
+        if self._suspects.watching and self._suspects.gone(request_id):
+            self._begin_held()
+        return stream
+
+    def _abort(self, request_id: str) -> RequestStream | None:
+        stream = self._drop(request_id)
         if stream is not None and stream.rank is not None and self.dead is None and not self._closing:
             self._router.aborted(stream.rank)
             self._send(stream.rank, wire.encode(wire.Abort(request_id)))
@@ -220,9 +221,25 @@ class EngineClient:
     # -- what is seen -------------------------------------------------------------------------------------------
 
     @property
+    def dead(self) -> EngineDead | None:
+        """Why the engines have failed for good; None while they run, or are started again."""
+        return self._runs.dead
+
+    @property
+    def pause(self) -> Pause | None:
+        """Why new requests must wait: engines are started again, or requests are searched for one that kills them; None
+        while they need not."""
+        return self._runs.pause
+
+    @property
     def statistics(self) -> Mapping[int, EngineStatistics]:
         """The last statistics of every rank; zeros before the first."""
         return self._router.statistics
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Reason (`RestartReason`) -> how often engines were started again."""
+        return self._runs.restarts
 
     @property
     def num_waiting(self) -> int:
@@ -237,7 +254,7 @@ class EngineClient:
     @property
     def pids(self) -> Mapping[int, int | None]:
         """Rank -> process id, for this node's processes."""
-        return self._run.pids
+        return self._runs.run.pids
 
     async def wait_dead(self) -> EngineDead:
         """Wait until an engine dies; returns why. Cancelled when the client is closed."""
@@ -283,7 +300,7 @@ class EngineClient:
 
     def _send(self, dp_rank: int, message: bytes) -> None:
         """Send to the leader process of a data-parallel rank."""
-        self._run.post(self.options.leader(dp_rank), message)
+        self._runs.run.post(self.options.leader(dp_rank), message)
 
     def _send_each(self, message: wire.ToEngine, but: int | None = None) -> None:
         """Send to every data-parallel rank."""
@@ -291,10 +308,15 @@ class EngineClient:
             if dp_rank != but:
                 self._send(dp_rank, wire.encode(message))
 
-    def _handle(self, message: wire.FromEngine) -> None:
+    def heard(self, message: wire.FromEngine) -> None:
+        """See `runs.Owner`."""
         match message:
+            case wire.Outputs() | wire.Refused() if not self._runs.serves:
+                pass  # of a run that has failed: what it says is generated again
             case wire.Outputs():
                 self._router.deliver(message)
+                if self._suspects.watching:
+                    self._watch(message.outputs)
             case wire.Refused(_, request_id, kind, text, param):
                 stream = self._abort(request_id)  # it may run: only its output was too long
                 if stream is not None:
@@ -305,69 +327,50 @@ class EngineClient:
                 if not self._finished.done():
                     self._finished.set_result(result)
 
+    def _watch(self, outputs: Sequence[RequestOutput]) -> None:
+        """See who makes progress, so that others may run again."""
+        told = [self._suspects.progressed(output.request_id, len(output.token_ids)) for output in outputs]
+        told += [self._suspects.gone(output.request_id) for output in outputs if output.finish_reason is not None]
+        if any(told):
+            self._begin_held()
+
     def _make_info(self) -> EngineInfo:
-        ready = [self._run.ready[rank] for rank in sorted(self._run.ready)]
+        ready = [self._runs.run.ready[rank] for rank in sorted(self._runs.run.ready)]
         memory = "\n".join(f"{self.options.describe_rank(each.rank)}: {each.memory}" for each in ready)
         leaders = map(self.options.leader, range(self.options.data_parallel_size))
-        blocks = tuple(self._run.ready[rank].num_kv_blocks for rank in leaders)
+        blocks = tuple(self._runs.run.ready[rank].num_kv_blocks for rank in leaders)
         return EngineInfo(min(each.max_model_len for each in ready), ready[0].vocab_size, memory, blocks)
 
     # -- failures -----------------------------------------------------------------------------------------------
 
-    def _failed(self, failed: wire.Failed) -> None:
-        """The cause of a failure is known: start the engines again, or give up."""
-        error = dead_error(failed, self.options.describe_rank(failed.rank))
-        if self._closing:
-            return
-        if not self._budget.may_restart():
-            self._give_up(failed.rank, error)
-            return
-        log_event(
-            _logger, "engine failed; engines are started again", level=logging.ERROR, rank=failed.rank, error=error
-        )
-        self.pause = Pause(str(error), time.monotonic(), self._budget.expected_s)
+    def interrupted(self, error: EngineDead, in_step: tuple[str, ...], *, inside: bool) -> bool:
+        """See `runs.Owner`."""
+        verdict = self._suspects.failed(in_step, inside=inside, alive=self._router)
+        for request_id in verdict.guilty:
+            self._end_poisonous(request_id, error)
         self._router.hold_all()
         self._profiles.fail(partial(EngineRestarting, "engines have failed, and are started again.", retry_after_s=1.0))
-        self._restarting = asyncio.create_task(self._restart(error))
+        return verdict.searching
 
-    async def _restart(self, error: EngineDead) -> None:
-        """Start engines until all are ready, or have failed too often."""
-        begun = time.monotonic()
-        await self._run.end(0.0, str(error))
-        while True:
-            self._run = EngineRun(self.options, self._handle, self._failed, rejoins_s=self.options.dbo.timeout_s)
-            try:
-                await self._run.start(self._main, self._kept)
-                break
-            except RunFailed as failed:
-                error = dead_error(failed.failed, self.options.describe_rank(failed.failed.rank), "did not start")
-                await self._run.end(0.0, str(error))
-                if not self._budget.may_restart():
-                    self._give_up(failed.failed.rank, error)
-                    return
-                log_event(_logger, "engine did not start again", level=logging.ERROR, error=error)
-            except (UBatchError, OSError) as failed:  # this machine cannot start processes any more
-                self._give_up(self.options.local_ranks[0], EngineDead(f"engines cannot be started again: {failed}"))
-                return
+    def serving(self) -> None:
+        """See `runs.Owner`."""
         self.info = self._make_info()
-        self._budget.took(time.monotonic() - begun)
-        self.pause = None
-        waiting = self._router.held
-        log_event(_logger, "engines serve again", seconds=time.monotonic() - begun, requests=len(waiting))
-        for rank, pid in self._run.pids.items():
-            log_event(_logger, "engine", rank=rank, pid=pid)
-        for stream in waiting:
-            self._epoch += 1
-            self.resumed += stream.was_sent
-            self._begin(stream, wire.encode(wire.Add(stream.input, self._epoch)))
+        self._begin_held()
 
-    def _give_up(self, rank: int, error: EngineDead) -> None:
-        """The engines have failed for good: fail all waiting calls, and end the other engines."""
-        self.dead, self.pause = error, None
-        log_event(_logger, "engine dead", level=logging.ERROR, rank=rank, error=error)
+    def given_up(self, error: EngineDead) -> None:
+        """See `runs.Owner`."""
         self._fail_all(partial(deepcopy, error))  # an error raised twice would have both tracebacks
         self._died.set_result(error)
-        self._restarting = asyncio.create_task(self._run.end(_DEAD_S, str(error)))
+
+    def _end_poisonous(self, request_id: str, error: EngineDead) -> None:
+        """End a request that has killed an engine while it ran alone."""
+        self.poisonous += 1
+        log_event(_logger, "request ended: it kills engines", level=logging.ERROR, request=request_id)
+        stream = self._router.drop(request_id)
+        if stream is not None:
+            cause = str(error).splitlines()[0]
+            message = f"request {request_id!r} has killed the engine each time that it ran, also alone: {cause}"
+            stream.fail(partial(PoisonousRequest, message))
 
     def _fail_all(self, error: Callable[[], EngineDead]) -> None:
         """Raise an error in every call that waits, of its own."""

@@ -3,6 +3,11 @@
 It may be started before node 0, and waits for it as long as its machine answers. Once it is connected, it never waits
 for the network for longer than `node_silent_s`. It reads the store only while it joins, in a thread; then node 0
 answers every heartbeat. A node 0 that is silent for too long, or whose process has ended, is lost.
+
+If engines may be started again (`EngineOptions.restarts`), a run that has failed is followed by another one, which the
+node joins as it joined the first: with ranks, a store and groups that are all new. It does so when node 0 says so, and
+when node 0 cannot be reached: it may begin another run as soon as it has noticed the same. A node that is lost may be
+started once more, by its launcher, and then joins, too. Whoever waits gives up after `--timeout-s`.
 """
 
 from __future__ import annotations
@@ -13,12 +18,14 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from concurrent import futures
 from contextlib import ExitStack
 from multiprocessing.connection import wait
 from threading import current_thread, main_thread
 from typing import Self
 
+from serving.engine.kept import KeptOfRank
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
 from serving.engine.liveness import WatchedTime, node_beat_s, node_silent_s
 from serving.engine.options import EngineOptions
@@ -49,8 +56,8 @@ _GONE_S = 1.0
 def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) -> int:
     """Run the ranks of a node with `options.node_rank` above 0. Returns when they have ended.
 
-    Node 0 tells the ranks when to end. This function reports the deaths of its ranks to node 0, and notices when node 0
-    is gone or cannot be reached.
+    Node 0 tells the ranks when to end, and the node when to join another run. This function reports the deaths of its
+    ranks to node 0, and notices when node 0 is gone or cannot be reached.
 
     Returns:
         The exit status: 0 if all ranks ended well, 1 after a failure, 128 + the signal after SIGINT or SIGTERM.
@@ -63,9 +70,31 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
     if options.node_rank == 0:
         raise ConfigError("node 0 has the client: start it with EngineClient.start.")
     require_descriptors(options)
+    restarts = options.restarts.max_engine_restarts > 0
+    warn_of_loopback(options.master_addr)
     with _Told() as told, ExitStack() as ending:
-        warn_of_loopback(options.master_addr)
-        _await_node_0(options)
+        kept = {rank: KeptOfRank() for rank in options.local_ranks} if restarts else {}
+        for each in kept.values():
+            ending.callback(each.close)
+        status = _run_once(options, engine_main, told, kept, PATIENCE.total_seconds())
+        while status is None:
+            log_event(_logger, "joining node 0 again", node_rank=options.node_rank)
+            status = _run_once(options, engine_main, told, kept, options.dbo.timeout_s)
+        return status
+
+
+def _run_once(
+    options: EngineOptions, engine_main: EngineMain, told: _Told, kept: Mapping[int, KeptOfRank], patience_s: float
+) -> int | None:
+    """Join a run, and run its ranks until they have ended; returns the exit status, or None to join the next run.
+
+    Args:
+        patience_s: how long node 0 may take to listen, in seconds.
+    """
+    with ExitStack() as ending:
+        _await_node_0(options, patience_s, told)
+        if told.number:
+            return 128 + told.number
         folder = RunFolder()
         ending.callback(folder.remove)
         place = Place(folder.path, options.master_addr, options.master_port)
@@ -73,21 +102,21 @@ def run_node(options: EngineOptions, *, engine_main: EngineMain = run_engine) ->
         link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
         ending.callback(link.close)
         told.listen()
-        engines = LocalEngines(options, place, engine_main)
+        engines = LocalEngines(options, place, engine_main, kept)
         ending.callback(engines.kill)
         return _Supervisor(options, engines, link, told).run()
 
 
-def _await_node_0(options: EngineOptions) -> None:
-    """Wait until node 0 listens.
+def _await_node_0(options: EngineOptions, patience_s: float, told_to_end: _Told) -> None:
+    """Wait until node 0 listens, or this node is told to end.
 
     Raises:
-        UBatchError: its machine does not answer for `timeout_s`, or node 0 is not started within five minutes.
+        UBatchError: its machine does not answer for `timeout_s`, or node 0 does not listen within `patience_s`.
     """
     to, timeout_s = (options.master_addr, options.master_port), options.dbo.timeout_s
     begun = answered = time.monotonic()
     told = False
-    while True:
+    while not told_to_end.number:
         left_s = answered + timeout_s - time.monotonic()
         try:
             socket.create_connection(to, timeout=max(left_s, _LOOK_S)).close()
@@ -101,7 +130,7 @@ def _await_node_0(options: EngineOptions) -> None:
                     f"deliver packets both ways? A run on CPUs whose nodes are complete does not answer either: start "
                     f"all of its nodes again."
                 ) from error
-            if time.monotonic() - begun > PATIENCE.total_seconds():
+            if time.monotonic() - begun > patience_s:
                 raise UBatchError(f"node 0 does not listen at {to[0]}:{to[1]} ({error}). Is it running?") from error
             if not told:
                 log_event(_logger, "waiting for node 0", host=to[0], port=to[1], why=error)
@@ -168,7 +197,7 @@ class _Told:
 
     def listen(self) -> None:
         """Handle signals from now on: there are engines to end cleanly."""
-        for number in self._before:
+        for number in self._before if not self.number else ():
             signal.signal(number, self._came)
 
     def _came(self, number: int, _: object) -> None:
@@ -187,14 +216,17 @@ class _Supervisor:
         self._engines = engines
         self._link = link
         self._told = told
+        self._restarts = options.restarts.max_engine_restarts > 0
         self._failed = False
+        self._again = False
         self._clock = WatchedTime(node_beat_s(options.dbo.timeout_s))
         self._heard = 0.0  # when node 0 was heard last
 
-    def run(self) -> int:
+    def run(self) -> int | None:
+        """The exit status; None if the node shall join another run."""
         alive = dict(self._engines.sentinels)
         deadline = float("inf")
-        while alive and time.monotonic() < deadline:
+        while alive and time.monotonic() < deadline and not self._again:
             ended = wait([*alive.values(), self._told.pipe], self._clock.every_s)
             if self._told.number:
                 return self._end_as_told(next(iter(alive)))
@@ -208,8 +240,10 @@ class _Supervisor:
                 if well and not self._failed:
                     return 0
                 log_event(_logger, lost, level=logging.ERROR, node_rank=self._node_rank)
-                return 1
+                return None if self._restarts else 1
         self._hear(_LAST_WORD_S)
+        if self._again:
+            return None
         return 1 if alive or self._failed else 0
 
     def _end_as_told(self, rank: int) -> int:
@@ -241,6 +275,7 @@ class _Supervisor:
         """Read what node 0 says. A run that has failed there has failed here, too, though the ranks end well."""
         for message in self._link.receive(wait_s):
             self._heard = self._clock.now
+            self._again |= isinstance(message, NodeHeard) and message.again
             if isinstance(message, NodeHeard) and message.failure and not self._failed:
                 self._failed = True
                 log_event(_logger, "run failed", level=logging.ERROR, node_rank=self._node_rank, why=message.failure)

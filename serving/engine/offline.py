@@ -19,7 +19,7 @@ from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.runner_setup import describe_memory
 from serving.engine.rank.tracing import profile_file, profile_name
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
-from ubatch import UBatchError
+from ubatch import ConfigError, UBatchError
 
 T = TypeVar("T")
 
@@ -272,4 +272,12 @@ def make_offline_engine(options: EngineOptions) -> OfflineEngine:
         CheckpointError, ConfigError: the model cannot be loaded with these options.
         EngineDead: a rank did not start.
     """
-    return InProcessEngine(options) if options.world_size == 1 else RankEngines(options)
+    if options.world_size > 1:
+        return RankEngines(options)
+    if options.restarts.max_engine_restarts:
+        raise ConfigError(
+            f"max_engine_restarts is {options.restarts.max_engine_restarts}, but a single rank runs in this process, "
+            "which cannot start itself again. Use 0, several ranks, or AsyncLLM, whose ranks are always processes of "
+            "their own."
+        )
+    return InProcessEngine(options)

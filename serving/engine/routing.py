@@ -148,7 +148,7 @@ class Router:
         """Whether every rank has answered every request and abort that was sent to it."""
         return self._received == self._sent
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         return request_id in self._streams
 
     @property

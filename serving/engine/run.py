@@ -52,6 +52,7 @@ class EngineRun:
 
     Attributes:
         ready: rank -> its `Ready`, once it has sent it.
+        over: whether a rank has failed.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class EngineRun:
         self.host = RunHost(options)
         self.socket = self.host.socket
         self.ready: dict[int, wire.Ready] = {}
+        self.over = False
         self.all_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.liveness = Liveness(options, self._failed, rejoins_s)
         self._tasks: list[asyncio.Task[None]] = []
@@ -92,22 +94,23 @@ class EngineRun:
             loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
         await self.all_ready
 
-    async def end(self, timeout_s: float, failure: str = "") -> None:
+    async def end(self, timeout_s: float, failure: str = "", *, again: bool = False) -> None:
         """End the processes, and close everything. A second call waits for what the first one has begun.
 
         Args:
             timeout_s: how long they may take before they are killed, in seconds.
             failure: why; told to the other nodes, whose ranks then end without being failures of their own.
+            again: another run follows, which they may join.
         """
         if self._ending is None:
-            self._ending = asyncio.create_task(self._end(timeout_s, failure))
+            self._ending = asyncio.create_task(self._end(timeout_s, failure, again))
         await asyncio.shield(self._ending)
 
-    async def _end(self, timeout_s: float, failure: str) -> None:
+    async def _end(self, timeout_s: float, failure: str, again: bool) -> None:
         self.liveness.close()
         if failure:
             for node_rank in range(1, self._options.nnodes):  # before their ranks are told to end
-                self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(failure)))
+                self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(failure, again)))
         for rank in self.ready:  # not only leaders: a follower's leader may be dead
             self.post(rank, wire.encode(wire.Shutdown()))
         self._send_posted()
@@ -189,6 +192,7 @@ class EngineRun:
         self.liveness.report(engines.ended(rank))
 
     def _failed(self, failed: wire.Failed) -> None:
+        self.over = True
         if not self.all_ready.done():
             self.all_ready.set_exception(RunFailed(failed))
         else:

@@ -85,6 +85,7 @@ class RunHost:
         if self._gate is not None:
             self._gate.close()
         self._context.destroy(linger=1000)
+        self._store = None  # stops listening
         if self._listener is not None:
             self._listener.close()
         self._folder.remove()

@@ -104,6 +104,10 @@ class EngineArgs:
     cudagraph_capture_sizes: Sequence[int] | None = None
     max_cudagraph_capture_size: int | None = None
     enforce_eager: bool = False
+    # Engines that have failed.
+    max_engine_restarts: int | None = None
+    engine_restart_window_s: float = 600.0
+    resume_timeout_s: float = 60.0
     # Drafts.
     speculative_algorithm: Literal["ngram", "eagle", "mtp", "draft_model"] | None = None
     speculative_draft_model_path: str | Path | None = None

@@ -95,6 +95,8 @@ def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
         yield ("max_log_len",), "--enable-log-requests and --log-level debug: no prompt is logged"
     if not s["enable_auto_tool_choice"]:
         yield ("tool_call_parser",), "--enable-auto-tool-choice: the model does not decide to call tools"
+    if s["max_engine_restarts"] == 0:
+        yield ("engine_restart_window_s", "resume_timeout_s"), "--max-engine-restarts: no engine is started again"
     if not s["enable_prefix_caching"]:
         yield ("num_state_snapshots",), "--enable-prefix-caching: nothing is kept"
     if s["allowed_origins"] is None:

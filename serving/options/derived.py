@@ -9,7 +9,8 @@ from model_runner import DEFAULT_KV_CACHE_MEMORY, ModelConfig, capture_sizes
 from model_runner.parallel import AUTO, choose_all2all
 from serving.engine.options import AUTO_DTYPE
 from serving.engine.rank.runner_setup import choose_dtype
-from serving.options.flags.server_flags import GPU_MEMORY_UTILIZATION
+from serving.options.flags.server_flags import GPU_MEMORY_UTILIZATION, MAX_ENGINE_RESTARTS
+from serving.options.flags.tables import SERVE
 from serving.options.sources import Settings
 from serving.options.speculation import derive_speculation
 from serving.scheduler import SchedulerConfig
@@ -30,6 +31,7 @@ def derive(s: Settings, model: ModelConfig, stored: Sequence[str], gpus: int) ->
     s = _derive_steps(s)
     s = _derive_graphs(s)
     s = derive_speculation(s)
+    s = s.fill("max_engine_restarts", MAX_ENGINE_RESTARTS if s.table is SERVE else 0)
     return _derive_loop(s)
 
 

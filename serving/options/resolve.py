@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import CheckpointError
-from serving.engine.options import EngineOptions
+from serving.engine.options import EngineOptions, RestartLimits
 from serving.engine.rank.runner_setup import count_gpus, read_checkpoint
 from serving.options.checks import check_alone, check_sizes, check_with_model, notes
 from serving.options.command_line import read_layers
@@ -61,13 +61,14 @@ def read_serve_command(program: str, description: str, words: Sequence[str]) -> 
 
 def resolve_keywords(model: str | Path, keywords: Mapping[str, Any]) -> Settings:
     """Settings from Python: the flags' names in snake case, without `config`. The environment sets the transport if
-    the keywords do not.
+    the keywords do not. Engines are not started again unless the keywords say so.
 
     Raises:
         ConfigError: anything that cannot work, in one line.
     """
     environment = {name: each for name, each in read_environment().items() if name != "api_key"}
-    return resolve_settings(environment, read_keywords({"model": model, **keywords}))
+    layers = environment, read_keywords({"model": model, **keywords})
+    return resolve_settings(*layers, first=lambda settings, _: settings.fill("max_engine_restarts", 0))
 
 
 def resolve_settings(
@@ -122,10 +123,11 @@ def to_engine_options(s: Settings) -> EngineOptions:
         "scheduler": SchedulerConfig(**scheduler),
         "speculation": speculation_config(s),
         "profile_folder": s["profile_dir"],
+        "restarts": RestartLimits(**_of_same_name(RestartLimits, s)),
     }
     return EngineOptions(**engine)
 
 
-def _of_same_name(kind: type[SchedulerConfig | EngineOptions], s: Settings) -> dict[str, Any]:
+def _of_same_name(kind: type[SchedulerConfig | EngineOptions | RestartLimits], s: Settings) -> dict[str, Any]:
     """The settings that are called like a field of `kind`."""
     return {each.name: s[each.name] for each in fields(kind) if each.name in s.all}

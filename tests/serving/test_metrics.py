@@ -29,8 +29,10 @@ from repository import ROOT
 from model_runner import SamplingParams
 from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
+from serving.engine.restarts import Pause
+from serving.engine_metrics import RESTART_REASONS, show_cache, show_restarts
 from serving.logs import configure_logging, log_event
-from serving.metrics import _DERIVED, RequestMetrics, Siblings, make_registry, show_cache
+from serving.metrics import _DERIVED, RequestMetrics, Siblings, make_registry
 from serving.requests import (
     STEP_TOKENS,
     DraftCounts,
@@ -58,6 +60,12 @@ ubatch:request_mean_accepted_length
 """
 """What dashboards ask for; a new metric need not be here."""
 CACHE = "vllm:cache_config_info"
+RESTARTED = {
+    "ubatch:engine_restarts",
+    "ubatch:engines_paused",
+    "ubatch:requests_resumed",
+    "ubatch:requests_poisonous",
+}
 DASHBOARDS = ROOT / "tests" / "support" / "vllm_dashboards.txt"
 
 
@@ -115,7 +123,8 @@ def test_names_and_types() -> None:
         assert (families[metric.name].type, families[metric.name].documentation) == (metric.kind, metric.text)
     for page in (ROOT / "docs").glob("*.md"):
         for name in re.findall(r"`((?:vllm|ubatch):\w+)`", page.read_text(encoding="utf-8")):
-            assert {name, name.removesuffix("_total")} & families.keys() or name == CACHE, page
+            known = {*families, CACHE, *RESTARTED}
+            assert {name, name.removesuffix("_total")} & known, page
 
 
 def test_engines_totals_are_read_at_the_scrape() -> None:
@@ -240,7 +249,8 @@ def http_app(engine: FakeEngine, metrics: Metrics) -> Any:
         "enable_prefix_caching": True,
         "gpu_memory_utilization": None,
     }
-    show_cache(metrics.registry, settings, (512, 500))
+    show_cache(metrics.registry, settings, lambda: (512, 500))
+    show_restarts(metrics.registry, "a model", engine)
     around = partial(RequestLog, count=HttpMetrics(metrics.registry).count)
     return app_of(engine, observer=metrics.requests, around=around, metrics_app=make_asgi_app(metrics.registry))
 
@@ -260,7 +270,7 @@ def test_vllms_dashboards_find_what_they_ask_for() -> None:
         metrics.value(name, **own, **{key: value.strip('"') for key, value in labels.items()})
     engines = {metric.name for metric in declared().values()} | {metric.name for metric, _ in _DERIVED}
     for name, family in metrics.scrape().items():
-        assert name in engines or any(sample.value for sample in family.samples), f"nothing counts {name}"
+        assert name in engines | RESTARTED or any(sample.value for sample in family.samples), f"nothing counts {name}"
     first_engine = {"block_size": "16", "cache_dtype": "auto", "enable_prefix_caching": "True", "engine": "0"}
     assert metrics.value(CACHE, **first_engine, gpu_memory_utilization="None", num_gpu_blocks="512") == 1
     assert metrics.value(CACHE, engine="1", num_gpu_blocks="500") == 1
@@ -278,6 +288,24 @@ def test_what_follows_from_the_engines_totals() -> None:
         ("engine_sleep_state", {"sleep_state": "awake"}, 1),
     ):
         assert metrics.value(f"vllm:{name}", engine="0", **labels) == value
+
+
+def test_restarts_are_read_at_the_scrape() -> None:
+    """All reasons are there from the start, so that a rate sees the first restart."""
+    metrics, engine = Metrics(), FakeEngine()
+    http_app(engine, metrics)
+
+    def read() -> dict[str, float]:
+        samples = [sample for name in RESTARTED for sample in metrics.scrape()[name].samples]
+        return {sample.labels.get("reason", sample.name.removeprefix("ubatch:")): sample.value for sample in samples}
+
+    nothing = {"engines_paused": 0, "requests_resumed_total": 0, "requests_poisonous_total": 0}
+    assert read() == {**dict.fromkeys(RESTART_REASONS, 0), **nothing}
+    engine.pause = Pause("rank 1 was killed by SIGKILL.", 0.0, 10.0)
+    engine.restarts, engine.resumed, engine.poisonous = {"killed": 2, "hung": 1}, 64, 1
+    some = {"engines_paused": 1, "requests_resumed_total": 64, "requests_poisonous_total": 1}
+    assert read() == {**dict.fromkeys(RESTART_REASONS, 0), "killed": 2, "hung": 1, **some}
+    assert metrics.value("ubatch:engine_restarts_total", model_name="a model", reason="killed") == 2
 
 
 def test_the_page_about_metrics_has_all_of_them() -> None:
@@ -308,7 +336,7 @@ def test_http_requests_are_counted_by_route_and_status(
     engine = FakeEngine(fail_after=0, failure=RuntimeError()) if status == "5xx" else FakeEngine()
     app = http_app(engine, metrics)
     call(app, method, path, json=body)
-    for unseen in ("/health", "/metrics", "/ping", "/version"):
+    for unseen in ("/health", "/live", "/metrics", "/ping", "/version"):
         call(app, "GET", unseen)
     assert metrics.value("http_requests_total") == 1
     assert metrics.value("http_requests_total", handler=handler, method=method, status=status) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -137,6 +138,11 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def engine_of_rank(rank: int) -> int:
+    """The process of a rank that this process has started, whichever node it plays."""
+    return next(p.pid for p in multiprocessing.active_children() if p.name == f"rank {rank}" and p.pid is not None)
 
 
 @asynccontextmanager

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from model_runner import FinishReason, RequestError, TokenLogprobs
-from serving.requests import DraftCounts, EngineDead, RequestInput, RequestOutput, StartTimes
+from serving.engine.restarts import Pause
+from serving.requests import DraftCounts, EngineDead, EngineRestarting, RequestInput, RequestOutput, StartTimes
 
 EOS = 0
 
@@ -44,6 +45,8 @@ class FakeEngine:
         num_cached_tokens: what the first request finds in the prefix cache; later ones find their whole prompt.
         fail_after: so many tokens come, then `failure` is raised.
         hold: steps wait until this is set, if there is one.
+        pause: why engines are started again, if they are; new requests then wait for `serves`, or raise `refusal`.
+        restarts, resumed, poisonous: for the metrics.
         alive: requests that run.
         aborted: requests that were taken back.
         profile_failure: what `stop_profile` raises, if anything.
@@ -59,6 +62,12 @@ class FakeEngine:
     hold_after: int = 0
     info: FakeInfo = field(default_factory=FakeInfo)
     dead: EngineDead | None = None
+    pause: Pause | None = None
+    serves: asyncio.Event | None = None
+    refusal: EngineRestarting | None = None
+    restarts: dict[str, int] = field(default_factory=dict)
+    resumed: int = 0
+    poisonous: int = 0
     num_waiting: int = 0
     alive: dict[str, RequestInput] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -76,6 +85,10 @@ class FakeEngine:
         self.alive[request.request_id] = request
         ended = False
         try:
+            if self.pause is not None and self.refusal is not None:
+                raise self.refusal
+            if self.pause is not None and self.serves is not None:
+                await self.serves.wait()
             async for output in self._steps(request):
                 ended = output.finish_reason is not None
                 yield output

@@ -80,6 +80,7 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
 
 def _of_ranks(seen: Seen, options: EngineOptions) -> None:
     """The store, and the processes of this machine."""
+    seen["restarts"] = options.restarts
     with contextlib.suppress(UBatchError), tempfile.TemporaryDirectory() as folder:
         rendezvous.host_store(options, Path(folder))
     run = rendezvous.Run.open(HashStore(), read_secret(options.cluster_secret_file))

@@ -105,6 +105,9 @@ CASES: Mapping[str, Case] = {
     "cudagraph_capture_sizes": Case(("1",), ("--max-num-seqs", "4"), gpus=2, yaml="[1]"),
     "max_cudagraph_capture_size": Case(("2",), ("--max-num-seqs", "4"), gpus=2),
     "enforce_eager": Case(gpus=2),
+    # engines that have failed
+    "max_engine_restarts": Case(("5",)),
+    "engine_restart_window_s": Case(("60",), ("--max-engine-restarts", "1")),
     # the server
     "host": Case(("127.0.0.2",)),
     "port": Case(("8001",)),
@@ -115,6 +118,7 @@ CASES: Mapping[str, Case] = {
     "max_outputs_per_request": Case(("5",)),
     "max_connections": Case(("5",)),
     "drain_timeout_s": Case(("0",)),
+    "resume_timeout_s": Case(("5",)),
     "profile_dir": Case(("profiles",)),
     "log_level": Case(("debug",)),
     "access_log": Case(),

@@ -23,7 +23,7 @@ from serving.api.sse import ClientLeft
 
 CLIENT_LEFT = 499  # nginx's status for a client that has left; it is only logged
 # Paths that need no API key: health, metrics and descriptions.
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"})
 
 
 def create_app(

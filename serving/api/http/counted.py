@@ -7,8 +7,8 @@ from starlette.types import Scope
 
 from serving.metrics import in_memory
 
-_NOT_COUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
-"""Paths that are asked for all the time, by what watches the server; vLLM's."""
+_NOT_COUNTED = frozenset({"/metrics", "/health", "/live", "/load", "/ping", "/version", "/server_info"})
+"""Paths that are asked for all the time, by what watches the server; vLLM's, and `/live`."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _OTHER = "none"
 """The label of what has no route, or no known method: a client could send any number of names."""

@@ -22,7 +22,7 @@ from serving.api.prompts import (
     encode,
 )
 from serving.api.responses import ResponsesAnswer
-from serving.api.schema.errors import ApiError
+from serving.api.schema.errors import ApiError, engine_dead, restarting
 from serving.api.schema.request_models import (
     MAX_DETOKENIZED,
     ChatCompletionRequest,
@@ -49,7 +49,7 @@ from serving.api.schema.responses_models import ModelResponse, ResponseEvent
 from serving.api.schema.responses_request import ResponsesRequest
 from serving.api.service import Service
 from serving.api.sse import EventStream, until_client_leaves
-from serving.requests import EngineDead
+from serving.requests import EngineDead, EngineRestarting
 from ubatch import UBatchError
 from ubatch.errors import cut
 
@@ -79,11 +79,17 @@ GENERATION_ERRORS = {
     "400": WRONG_VALUE,
     "404": UNKNOWN_MODEL,
     "413": TOO_LARGE,
-    "500": "the engine failed during this request",
-    "503": "too many requests wait, the server is shutting down, or its engine is dead; see `Retry-After`",
+    "500": "the engine failed during this request (`engine_dead`), or because of it (`poisonous_request`)",
+    "503": "too many requests wait, the server is shutting down, or its engine is dead or started again; see "
+    "`Retry-After`",
 }
-UNHEALTHY: dict[int | str, dict[str, Any]] = {
-    503: {"model": ErrorBody, "description": "the engine is dead, or the server shuts down; the message says which"}
+NOT_NOW = (
+    "the engine is dead (`engine_dead`) or started again (`engine_restarting`), or the server shuts down "
+    "(`shutting_down`); see `Retry-After`"
+)
+UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody, "description": NOT_NOW}}
+DEAD: dict[int | str, dict[str, Any]] = {
+    503: {"model": ErrorBody, "description": "the engine is dead, and the server ends (`engine_dead`)"}
 }
 
 TOKEN_ERRORS = {name: GENERATION_ERRORS[name] for name in ("400", "404", "413", "503")}
@@ -119,7 +125,8 @@ async def _generate(request: Request, body: _Asked, make: Callable[[Service, _As
     service = _admit(request, body.model)
     answer = await until_client_leaves(request.receive, make(service, body, await _size(request)))
     if body.stream:
-        return EventStream(answer.events(), answer.done)
+        paused, comment_s = lambda: service.paused, service.comment_s
+        return EventStream(answer.events(), answer.done, paused=paused, comment_s=comment_s)
     return Response(await until_client_leaves(request.receive, answer.collect()), media_type=JSON)
 
 
@@ -222,12 +229,24 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.get("/ping", responses=UNHEALTHY)
 @router.post("/ping", responses=UNHEALTHY)
 async def health(request: Request) -> Status:
-    """Whether the server accepts new requests: the engine runs, and the server is not shutting down."""
+    """Whether new requests are served at once: the engines run, and the server is not shutting down."""
     service = _service(request)
     if service.engine.dead is not None:
-        raise ApiError(503, f"The engine is dead: {service.engine.dead}", code="engine_dead")
+        raise engine_dead(service.engine.dead)
     if service.draining:
         raise ApiError(503, "The server is shutting down; send requests to another one.", code="shutting_down")
+    if service.engine.pause is not None:
+        raise restarting(service.engine.pause)
+    return Status(status="ok")
+
+
+@router.get("/live", responses=DEAD)
+async def live(request: Request) -> Status:
+    """Whether the server should be left alone: its engines run, or it starts them again by itself. Once it answers 503,
+    the server ends."""
+    service = _service(request)
+    if service.engine.dead is not None:
+        raise engine_dead(service.engine.dead)
     return Status(status="ok")
 
 
@@ -249,7 +268,7 @@ async def stop_profile(request: Request) -> ProfileFiles:
     """Stop tracing, and write the traces in Chrome's format, which Perfetto shows."""
     try:
         files = await _profiling(request).engine.stop_profile()
-    except (ApiError, EngineDead):
+    except (ApiError, EngineDead, EngineRestarting):
         raise
     except UBatchError as error:
         raise ApiError(409, f"There is no profile: {error}", code="no_profile") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -16,8 +17,9 @@ from starlette.routing import BaseRoute, Match
 from attention import KVCacheExhausted
 from model_runner import RequestError
 from serving.api.schema.not_offered import elsewhere, why_not
+from serving.engine.restarts import Pause
 from serving.logs import request_id
-from serving.requests import EngineDead, QueueFull
+from serving.requests import EngineDead, EngineRestarting, PoisonousRequest, QueueFull
 from ubatch import UBatchError
 from ubatch.errors import SHOWN_CHARACTERS, cut, shown
 
@@ -32,11 +34,21 @@ class ApiError(UBatchError):
 
     Args:
         code: identifies the kind of error, for programs.
+        retry_after_s: when to try again, with status 503.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = RETRY_AFTER_S,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
 
     @property
     def body(self) -> dict[str, Any]:
@@ -52,6 +64,18 @@ def shutting_down() -> ApiError:
     return ApiError(503, "The server is shutting down and takes no new requests.", code="shutting_down")
 
 
+def engine_dead(error: EngineDead) -> ApiError:
+    """The error for whoever asks for the engines after their end."""
+    return ApiError(503, f"The engine is dead: {error}", code="engine_dead")
+
+
+def restarting(pause: Pause) -> ApiError:
+    """The error for whoever asks whether engines serve while they are started again."""
+    left_s = math.ceil(pause.left_s)
+    message = f"The engines are being started again, which should take another {left_s} s: {pause.reason}"
+    return ApiError(503, message, code="engine_restarting", retry_after_s=left_s)
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The error that the client gets for any exception. An unexpected one is logged, and its text is not sent."""
     match error:
@@ -65,14 +89,19 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="queue_full")
         case EngineDead():
             return ApiError(500, str(error), code="engine_dead")
+        case EngineRestarting():
+            return ApiError(503, str(error), code="engine_restarting", retry_after_s=error.retry_after_s)
+        case PoisonousRequest():
+            return ApiError(500, str(error), code="poisonous_request")
         case _:
             logger.error("a request failed", exc_info=error)
             return ApiError(500, "The server failed during this request; its log says why.")
 
 
 def error_response(error: ApiError) -> Response:
-    """The HTTP response for an error; 503 has `Retry-After`."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    """The HTTP response for an error; 503 has `Retry-After`, in whole seconds."""
+    retry_after = {"Retry-After": str(math.ceil(error.retry_after_s))}
+    headers = retry_after if error.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     content = msgspec.json.encode(error.body)

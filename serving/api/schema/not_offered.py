@@ -39,6 +39,7 @@ _GROUPS: Mapping[str, str] = {
     "use /tokenize with messages": "/v1/messages/count_tokens /v1/messages/render /v1/chat/completions/render",
     "use /detokenize": "/v1/chat/completions/derender /v1/completions/derender",
     "use /health": "/health_generate /ready /readyz",
+    "use /live": "/livez",
     "use /v1/models, /version and /metrics": """
         /server_info /get_server_info /model_info /get_model_info /load /v1/loads /get_world_size /weight_info""",
     "use /start_profile and /stop_profile": "/dumper",
@@ -69,7 +70,8 @@ _GROUPS: Mapping[str, str] = {
         /get_transfer_engine_info /register_transfer_engine_info /get_remote_instance_transfer_engine_info
         /remote_instance_transfer_engine_info""",
     "ranks are set when the server starts": """
-        /scale_elastic_ep /is_scaling_elastic_ep /fault_tolerance /pd_role_switch""",
+        /scale_elastic_ep /is_scaling_elastic_ep /pd_role_switch""",
+    "engines that fail are started again by themselves; --max-engine-restarts says how often": "/fault_tolerance",
     "settings are given when the server starts; see `ubatch serve --help`": """
         /configure_logging /set_internal_state /set_trace_level /freeze_gc""",
     "how often each expert is chosen is not recorded": """

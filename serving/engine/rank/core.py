@@ -26,10 +26,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Protocol, TypeAlias
 
 from model_runner import RequestError, Step, StepOutput, TokenGrammar
 from serving.engine.rank.tracing import StepTracer
+from serving.engine.step_record import StepRecord
 from serving.requests import STEP_TOKENS, EngineStatistics, Observed, RequestInput, RequestOutput
 from serving.scheduler import Scheduler
 from ubatch import Trace, UBatchError
@@ -39,6 +41,9 @@ _EMPTY_STEPS = 1000
 """This many steps in a row without tokens, though requests wait and no step is in flight, are a scheduler's fault."""
 _BEAT_S = 0.5
 """How often a rank that waits for a grammar sends a heartbeat, in seconds."""
+
+_request_id = attrgetter("request.request_id")
+"""Of a request's share of a step."""
 
 GrammarMaker: TypeAlias = Callable[[], TokenGrammar]
 """Makes a new grammar, that has taken in nothing, at each call."""
@@ -108,6 +113,7 @@ class EngineCore:
 
     Attributes:
         idle: whether the last step had no token on any rank; the same on all ranks. A request may have arrived since.
+        record: where the requests of the steps that run are kept, if the rank may be started again.
     """
 
     def __init__(
@@ -132,6 +138,7 @@ class EngineCore:
         self._graph_replays = 0
         self._step_tokens = Observed(STEP_TOKENS)
         self.idle = False
+        self.record: StepRecord | None = None
         self._empty_steps = 0
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -233,6 +240,8 @@ class EngineCore:
         """Launch the next step; returns it, and the trace that records it."""
         self.idle = False  # until this turn has processed an empty step
         step = self.scheduler.schedule()
+        if self.record is not None:
+            self.record.begin(list(map(_request_id, step.shares)))
         with self.tracer.step() as trace:
             launched = self.executor.launch(step)
         self.scheduler.advance(step)
@@ -241,6 +250,8 @@ class EngineCore:
     def _process(self, launched: LaunchedStep, trace: Trace | None) -> list[RequestOutput]:
         output = launched.result()
         outputs = self.scheduler.process(launched.step, output)
+        if self.record is not None:
+            self.record.end()
         self.idle = output.all_idle
         if not output.all_idle:
             decision = output.decision

@@ -48,6 +48,7 @@ from serving.engine.rank.listeners import refuse_strangers
 from serving.engine.rank.lockstep import Link, join_turns
 from serving.engine.rank.runner_setup import describe_memory, describe_transport
 from serving.engine.rank.tracing import TEMPORARY, profile_file
+from serving.engine.step_record import StepRecord
 from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import rank_identity
 from serving.engine.wire.link import EngineLink
@@ -112,6 +113,8 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
 def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: EngineLink) -> None:
     link = join_turns(client, place.folder, options, rank, check_parent)
     with _loaded(options, rank, run, client) as (runner, core):
+        if place.kept is not None:
+            core.record = StepRecord(place.kept.steps)
         memory = describe_memory(runner)
         for way in describe_transport(runner):
             log_event(_logger, "transport", way=way)

@@ -76,9 +76,11 @@ class NodeHeard(_Message, frozen=True):
 
     Attributes:
         failure: why the run has failed; empty if it has not.
+        again: node 0 begins another run, which the node may join.
     """
 
     failure: str = ""
+    again: bool = False
 
 
 class Ready(_Message, frozen=True):

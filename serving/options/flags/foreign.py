@@ -101,6 +101,7 @@ FOREIGN: Mapping[str, str] = {
     "disable_log_requests": "--no-enable-log-requests",
     "disable_uvicorn_access_log": "--no-access-log",
     "shutdown_timeout": "--drain-timeout-s",
+    **dict.fromkeys(("enable_fault_tolerance", "fault_tolerance_config"), "--max-engine-restarts, 3 by default"),
     "profiler_config": "--profile-dir",
     "enable_layerwise_nvtx_tracing": "--profile-ranges",
 }

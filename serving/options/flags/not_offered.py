@@ -131,9 +131,6 @@ NOT_OFFERED: Mapping[str, str] = _each(
             "enable_eplb eplb_config expert_placement_strategy enable_elastic_ep num_redundant_experts "
             "eplb_window_size eplb_step_interval eplb_log_balancedness"
         ),
-        "an engine that dies ends the server; have a supervisor start it again": (
-            "enable_fault_tolerance fault_tolerance_config"
-        ),
         "transfers between ranks are chosen by the device; leave it out": "disable_custom_all_reduce",
         "--moe-backend and --attention-backend choose kernels, the rest follows the device; use these": (
             "linear_backend ir_op_priority enable_flashinfer_autotune enable_bf16x3_router_gemm gdn_prefill_backend "

@@ -16,6 +16,7 @@ from attention import attention_backends
 from model_runner import DEFAULT_KV_CACHE_MEMORY, MAX_TOP_LOGPROBS
 from model_runner.parallel import AUTO
 from serving.arguments.fields import Flag, Group
+from serving.engine.options import RestartLimits
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
     ApiKey,
@@ -36,6 +37,7 @@ from ubatch import SCHEDULES, SplitBy, UBatchConfig
 from ubatch.schedules import MAX_LANES
 
 GPU_MEMORY_UTILIZATION = 0.9
+MAX_ENGINE_RESTARTS = 3
 NGRAM_DRAFTS, DRAFT_STEPS, TREE_DRAFTS = 4, 3, 8
 """Values of settings that nobody gave; `--help` names them."""
 ALIASES: Mapping[str, str] = {
@@ -242,6 +244,17 @@ class Graphs(Group):
     enforce_eager: bool = Field(False, description="capture nothing, as --cudagraph-mode none")
 
 
+class Restarts(Group):
+    """Engines that have failed are started again, and their requests go on."""
+
+    max_engine_restarts: Annotated[int | None, Flag(default=f"{MAX_ENGINE_RESTARTS} of a server, else 0")] = Field(
+        None, ge=0, description="most restarts in a time; one more failure ends the command, and with 0 the first one"
+    )
+    engine_restart_window_s: float = Field(
+        RestartLimits.engine_restart_window_s, gt=0, description="that time, in seconds"
+    )
+
+
 class Server(Group):
     """The HTTP server."""
 
@@ -267,6 +280,12 @@ class Server(Group):
     )
     drain_timeout_s: float = Field(
         120.0, ge=0, description="after SIGTERM, seconds until requests that still run are cut off"
+    )
+    resume_timeout_s: float = Field(
+        RestartLimits.resume_timeout_s,
+        ge=0,
+        description="seconds that a new request waits for engines that are started again; then it gets 503 and "
+        "Retry-After",
     )
     profile_dir: Annotated[Path | None, Flag(default="none")] = Field(
         None, description="folder for what /start_profile records, which is refused without it"

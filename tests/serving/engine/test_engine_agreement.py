@@ -206,8 +206,8 @@ def test_a_message_of_no_rank_of_this_run_changes_nothing(caplog: pytest.LogCapt
 
     async def scenario() -> None:
         client = Client(tiny(2))
-        address = f"tcp://127.0.0.1:{client._run.socket.bind_to_random_port('tcp://127.0.0.1')}"
-        receiving = asyncio.create_task(client._run.receive())
+        address = f"tcp://127.0.0.1:{client._runs.run.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        receiving = asyncio.create_task(client._runs.run.receive())
         context = zmq.Context()
 
         def send(name: str, message: Any) -> None:
@@ -220,12 +220,12 @@ def test_a_message_of_no_rank_of_this_run_changes_nothing(caplog: pytest.LogCapt
         for name, message in STRANGE.values():
             send(name, message(9))
         await asyncio.sleep(0.5)
-        assert not client._run.all_ready.done()
+        assert not client._runs.run.all_ready.done()
         assert not client._finished.done()
         assert not receiving.done()
-        assert client._run.liveness._nodes == {}
+        assert client._runs.run.liveness._nodes == {}
         send("rank-1", Ready(1, 1, 1, ""))
-        await asyncio.wait_for(client._run.all_ready, 10)
+        await asyncio.wait_for(client._runs.run.all_ready, 10)
         receiving.cancel()
         await client._end(0.0)
         context.term()

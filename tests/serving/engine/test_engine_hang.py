@@ -46,7 +46,7 @@ def test_an_idle_engine_that_hangs_is_named_and_one_that_goes_on_in_time_is_not(
 
     async def scenario() -> None:
         client = await EngineClient.start(impatient(tiny()))
-        signs, clock = client._run.liveness, client._run.liveness._clock
+        signs, clock = client._runs.run.liveness, client._runs.run.liveness._clock
         monkeypatch.setattr(clock, "look", lambda: clock.now)
         try:
             pid = stop(client, 0)

@@ -77,8 +77,8 @@ def test_a_request_that_is_refused_while_it_runs_is_aborted() -> None:
 
     async def scenario() -> None:
         client = EngineClient(tiny())
-        address = f"tcp://127.0.0.1:{client._run.socket.bind_to_random_port('tcp://127.0.0.1')}"
-        receiving = asyncio.create_task(client._run.receive())
+        address = f"tcp://127.0.0.1:{client._runs.run.socket.bind_to_random_port('tcp://127.0.0.1')}"
+        receiving = asyncio.create_task(client._runs.run.receive())
         context = zmq.asyncio.Context()
         rank = context.socket(zmq.DEALER)
         rank.setsockopt_string(zmq.IDENTITY, "rank-0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import os
 import signal
 from contextlib import closing
@@ -12,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engine_mains import is_alive, tiny, tokens_of, two_nodes, wait_for
+from engine_mains import engine_of_rank, is_alive, tiny, tokens_of, two_nodes, wait_for
 
 from model_runner import SamplingParams
 from serving.engine import EngineOptions, run_node
@@ -59,10 +58,6 @@ def test_two_nodes_serve_and_the_death_of_a_remote_rank_is_named() -> None:
         return await node
 
     assert asyncio.run(scenario()) == 1
-
-
-def engine_of_rank(rank: int) -> int:
-    return next(p.pid for p in multiprocessing.active_children() if p.name == f"rank {rank}" and p.pid is not None)
 
 
 def add_up(options: EngineOptions, rank: int, run: Run, link: EngineLink) -> None:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, tiny, tokens_of, wait_for
-from engine_served import PARAMS, PROMPTS, Served, outputs_of_one_rank
+from engine_mains import exit_at_once, is_alive, tiny, tokens_of, wait_for
+from engine_served import PARAMS, PROMPTS, Served
 
 from model_runner import SamplingParams
 from serving.engine import EngineClient, EngineOptions
@@ -88,7 +88,7 @@ def test_new_requests_wait_for_engines_and_those_that_wait_too_long_are_told() -
         short = SamplingParams(max_tokens=3)
         impatient = client.generate(RequestInput("impatient", PROMPTS[0], short))
         client.options = replace(client.options, restarts=RestartLimits(3, resume_timeout_s=0.01))
-        with pytest.raises(EngineRestarting, match="could not begin within 0.01 s") as error:
+        with pytest.raises(EngineRestarting, match=r"could not begin within 0\.01 s") as error:
             await anext(impatient)
         assert error.value.retry_after_s >= 1
         client.options = replace(client.options, restarts=RestartLimits(3, resume_timeout_s=30))

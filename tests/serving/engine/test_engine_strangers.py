@@ -94,7 +94,7 @@ def test_another_user_reaches_nothing_of_a_run() -> None:
             expected = [await tokens_of(client, name, prompt, SHORT) for name, prompt in PROMPTS.items()]
             ports, held = sorted(sockets() - before), descriptors(client)
             assert ports, "gloo listens"
-            stranger = as_nobody(json.dumps(ports), str(client._run.host._folder.path), str(CONNECTIONS))
+            stranger = as_nobody(json.dumps(ports), str(client._runs.run.host._folder.path), str(CONNECTIONS))
             try:
                 told = await asyncio.to_thread(told_by, stranger)
                 assert (told["connected"], told["read"], told["written"]) == (0, [], [])

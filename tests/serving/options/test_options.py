@@ -216,7 +216,7 @@ def test_what_the_engine_gets(call: str) -> None:
 
 def test_keywords_make_the_same_engine() -> None:
     keywords = {"data_parallel_size": 2, "enable_expert_parallel": True, "emulated_link": (10, 1000.0), "device": "cpu"}
-    line = resolved("EP --emulated-link 10 1000 --device cpu")
+    line = resolved("EP --emulated-link 10 1000 --device cpu --max-engine-restarts 0")
     assert to_engine_options(resolve_keywords(TINY, keywords)) == to_engine_options(line)
 
 

@@ -1,0 +1,172 @@
+"""Runs of the engines, one after another: engines that have failed are started again, as often as they may be.
+
+    start      the first run; what goes wrong in it is not tried again
+    failed     the run is ended, and the next one begins, if `RestartBudget` allows it
+    given up   it does not, or a node is lost, or this machine cannot start processes any more
+
+What ranks have prepared outlives their processes (`kept`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from serving.engine.kept import KeptOfRank
+from serving.engine.launch import EngineMain
+from serving.engine.liveness import dead_error, start_error
+from serving.engine.options import EngineOptions
+from serving.engine.restarts import Pause, RestartBudget, RestartReason, blame
+from serving.engine.run import EngineRun, RunFailed
+from serving.engine.wire import messages as wire
+from serving.logs import log_event
+from serving.requests import EngineDead
+from ubatch import UBatchError
+
+_logger = logging.getLogger(__name__)
+
+_DEAD_S = 3.0
+"""How long engines may take to end after a failure that ends the last run, in seconds."""
+
+
+class Owner(Protocol):
+    """What is told of the runs (`EngineClient`)."""
+
+    def heard(self, message: wire.FromEngine) -> None:
+        """A message has come that is no sign of life."""
+
+    def interrupted(self, error: EngineDead, in_step: tuple[str, ...], *, inside: bool) -> bool:
+        """The run has failed, and no engine has any request now. Returns whether requests are searched for one that
+        kills engines.
+
+        Args:
+            in_step: the requests in the steps that ran.
+            inside: whether it failed inside a step, by a fault of its own.
+        """
+
+    def serving(self) -> None:
+        """All engines of a run are ready."""
+
+    def given_up(self, error: EngineDead) -> None:
+        """There will be no other run."""
+
+
+class EngineRuns:
+    """The runs of one client, on one asyncio loop.
+
+    Attributes:
+        run: the present one.
+        serves: whether its engines take requests.
+        pause: why there is none that does, or, set by the owner, why not all requests may run; None otherwise.
+        dead: why the last one has failed; None before.
+    """
+
+    def __init__(self, options: EngineOptions, main: EngineMain, owner: Owner) -> None:
+        self._options, self._main, self._owner = options, main, owner
+        self._budget = RestartBudget(options.restarts)
+        self._kept: Mapping[int, KeptOfRank] = {}
+        if options.restarts.max_engine_restarts > 0:
+            self._kept = {rank: KeptOfRank() for rank in options.local_ranks}
+        self.run = EngineRun(options, owner.heard, self._failed)
+        self.serves = False
+        self.pause: Pause | None = None
+        self.dead: EngineDead | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def start(self) -> None:
+        """Begin the first run. Call `close` after an error, too.
+
+        Raises:
+            ConfigError, CheckpointError: a rank cannot start with these options.
+            EngineDead: a rank did not start for another reason, or a node did not join.
+        """
+        try:
+            await self.run.start(self._main, self._kept)
+        except RunFailed as error:
+            failed = error.failed
+            raise start_error(failed, self._options.describe_rank(failed.rank)) from None
+        self._serve(self.run)
+        if self._work is not None:  # a rank has failed meanwhile
+            await self._work
+        if self.dead is not None:
+            raise self.dead
+
+    async def close(self, timeout_s: float) -> None:
+        """End the engines; no other run begins.
+
+        Args:
+            timeout_s: how long they may take before they are killed, in seconds.
+        """
+        self._closing = True
+        self.serves = False
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+        await self.run.end(timeout_s)
+        for kept in self._kept.values():
+            kept.close()
+
+    @property
+    def restarts(self) -> Mapping[str, int]:
+        """Reason (`RestartReason`) -> how often engines were started again."""
+        return self._budget.counts
+
+    def _serve(self, run: EngineRun) -> None:
+        if not run.over:  # else it has failed meanwhile, and the next one begins
+            self.serves = True
+            self._owner.serving()
+
+    def _failed(self, failed: wire.Failed) -> None:
+        """The cause of a failure is known: start the engines again, or give up."""
+        if self._closing:
+            return
+        self.serves = False
+        error = dead_error(failed, self._options.describe_rank(failed.rank))
+        reason, inside, in_step = blame(failed)
+        searching = self._owner.interrupted(error, in_step, inside=inside)
+        if not self._budget.may_restart(reason, searching=searching):
+            self._give_up(failed.rank, error)
+            return
+        log_event(_logger, "engine failed", level=logging.ERROR, rank=failed.rank, error=error, then="starting again")
+        self.pause = Pause(str(error).splitlines()[0], time.monotonic(), self._budget.expected_s)
+        self._work = asyncio.create_task(self._start_again(error))
+
+    async def _start_again(self, error: EngineDead) -> None:
+        """Begin runs until one is ready, or they have failed too often."""
+        begun = time.monotonic()
+        await self.run.end(0.0, str(error), again=True)
+        while True:
+            self.run = run = EngineRun(
+                self._options, self._owner.heard, self._failed, rejoins_s=self._options.dbo.timeout_s
+            )
+            try:
+                await run.start(self._main, self._kept)
+                break
+            except RunFailed as again:
+                failed = again.failed
+                error = dead_error(failed, self._options.describe_rank(failed.rank), "did not start")
+                await run.end(0.0, str(error), again=True)
+                reason, *_ = blame(failed)
+                if reason is RestartReason.UNREACHABLE or not self._budget.may_restart(reason):
+                    self._give_up(failed.rank, error)
+                    return
+                log_event(_logger, "engine did not start again", level=logging.ERROR, rank=failed.rank, error=error)
+            except (UBatchError, OSError) as failure:
+                self._give_up(self._options.local_ranks[0], EngineDead(f"engines cannot be started again: {failure}"))
+                return
+        self._budget.expected_s = time.monotonic() - begun
+        log_event(_logger, "engines serve again", seconds=self._budget.expected_s)
+        for rank, pid in run.pids.items():
+            log_event(_logger, "engine", rank=rank, pid=pid)
+        self._serve(run)
+
+    def _give_up(self, rank: int, error: EngineDead) -> None:
+        """There is no other run: end the other engines."""
+        self.dead, self.pause = error, None
+        log_event(_logger, "engine dead", level=logging.ERROR, rank=rank, error=error)
+        self._owner.given_up(error)
+        self._work = asyncio.create_task(self.run.end(_DEAD_S, str(error)))

@@ -1,0 +1,102 @@
+"""Metrics of the engines together, read at the scrape: their KV caches, and how often they were started again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from serving.metrics import Family
+
+CACHE_SETTINGS = {
+    "block_size": "block_size",
+    "kv_cache_dtype": "cache_dtype",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+}
+"""A setting of the KV cache -> its label."""
+
+
+def show_cache(
+    registry: CollectorRegistry, settings: Mapping[str, Any], num_blocks: Callable[[], Sequence[int]]
+) -> None:
+    """Put `vllm:cache_config_info` into a registry: 1 for each engine, labelled with its KV cache's settings.
+
+    Args:
+        settings: has those of `CACHE_SETTINGS`.
+        num_blocks: returns the blocks of each engine's KV cache. Engines that were started again may have others.
+    """
+    labels = [*CACHE_SETTINGS.values(), "num_gpu_blocks", "engine"]
+    chosen = [str(settings[name]) for name in CACHE_SETTINGS]
+
+    def info() -> Iterator[Family]:
+        family = GaugeMetricFamily("vllm:cache_config_info", "Settings of an engine's KV cache.", labels=labels)
+        for engine, blocks in enumerate(num_blocks()):
+            family.add_metric([*chosen, str(blocks), str(engine)], 1)
+        yield family
+
+    registry.register(_Read(info))
+
+
+class Restarted(Protocol):
+    """What `show_restarts` reads of an `EngineClient`."""
+
+    @property
+    def pause(self) -> object | None: ...
+    @property
+    def restarts(self) -> Mapping[str, int]: ...
+    @property
+    def resumed(self) -> int: ...
+    @property
+    def poisonous(self) -> int: ...
+
+
+RESTART_REASONS = ("killed", "exited", "hung", "failed", "unreachable")
+"""Why engines are started again."""
+
+
+def show_restarts(registry: CollectorRegistry, model_name: str, engines: Restarted) -> None:
+    """Put the metrics of engines that are started again into a registry.
+
+    Args:
+        model_name: the label that every metric has.
+    """
+
+    def read() -> Iterator[Family]:
+        restarts = CounterMetricFamily(
+            "ubatch:engine_restarts",
+            "Times that failed engines were started again, by how one of them had failed.",
+            labels=["model_name", "reason"],
+        )
+        for reason, count in {**dict.fromkeys(RESTART_REASONS, 0), **engines.restarts}.items():
+            restarts.add_metric([model_name, reason], count)
+        paused = GaugeMetricFamily(
+            "ubatch:engines_paused", "1 while the engines are started again.", labels=["model_name"]
+        )
+        paused.add_metric([model_name], engines.pause is not None)
+        resumed = CounterMetricFamily(
+            "ubatch:requests_resumed", "Times that a request went on after a restart.", labels=["model_name"]
+        )
+        resumed.add_metric([model_name], engines.resumed)
+        poisonous = CounterMetricFamily(
+            "ubatch:requests_poisonous",
+            "Requests that were ended because they had killed an engine while they ran alone.",
+            labels=["model_name"],
+        )
+        poisonous.add_metric([model_name], engines.poisonous)
+        yield from (restarts, paused, resumed, poisonous)
+
+    registry.register(_Read(read))
+
+
+class _Read(Collector):
+    """Metrics that are read at the scrape."""
+
+    def __init__(self, read: Callable[[], Iterator[Family]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Family]:
+        return self._read()

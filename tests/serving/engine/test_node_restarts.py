@@ -1,0 +1,95 @@
+"""Several nodes: engines are started again on all of them, and a node that was lost may come back."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
+
+import pytest
+from engine_mains import engine_of_rank, tiny, tokens_of, two_nodes, wait_for
+
+from model_runner import SamplingParams
+from ranks import free_port
+from serving.engine import EngineClient, EngineOptions, run_node
+from serving.engine.options import RestartLimits
+from ubatch import UBatchConfig
+
+pytestmark = pytest.mark.ranks
+
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+TIMEOUT_S = 4.0
+
+
+def impatient(node_rank: int, port: int) -> EngineOptions:
+    return tiny(
+        2,
+        node_rank=node_rank,
+        nnodes=2,
+        master_port=port,
+        restarts=RestartLimits(3),
+        dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=TIMEOUT_S),
+        log_level="info",
+    )
+
+
+async def disturbed(client: EngineClient, disturb: Callable[[], object]) -> tuple[list[list[int]], list[list[int]]]:
+    """The outputs of two requests without, and with a failure in their midst."""
+    prompts = [[1, 2], [3, 4, 5]]
+    before = await asyncio.gather(*[tokens_of(client, f"before {each}", each, LONG) for each in prompts])
+    tasks = [asyncio.create_task(tokens_of(client, f"after {each}", each, LONG)) for each in prompts]
+    assert await wait_for(lambda: all(stream.tokens for stream in client._router._streams.values()))
+    disturb()
+    return before, await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_nodes_join_another_run(rank: int) -> None:
+    async def scenario() -> int:
+        async with two_nodes(restarts=RestartLimits(3), expert_parallel=True) as (client, node):
+            pids = [client.pids[0], engine_of_rank(1)]
+            before, after = await disturbed(client, lambda: os.kill(pids[rank] or 0, signal.SIGKILL))
+            assert after == before
+            assert client.resumed == 2
+        return await asyncio.wait_for(node, 30)
+
+    assert asyncio.run(scenario()) == 0
+
+
+def launched(options: EngineOptions) -> SpawnProcess:
+    process = multiprocessing.get_context("spawn").Process(target=run_node, args=(options,))
+    process.start()
+    return process
+
+
+def test_a_node_that_was_lost_comes_back_or_the_run_ends_by_name() -> None:
+    async def scenario() -> None:
+        port = free_port()
+        first = launched(impatient(1, port))
+        client = await EngineClient.start(impatient(0, port))
+        again: list[SpawnProcess] = []
+
+        def restart() -> None:
+            first.kill()
+            first.join()
+            again.append(launched(impatient(1, port)))
+
+        try:
+            before, after = await disturbed(client, restart)
+            assert after == before
+            again[0].kill()
+            begun = time.monotonic()
+            lost = await asyncio.wait_for(client.wait_dead(), 60)
+            assert str(lost) == "rank 1 is lost: node 1 has not joined within 4 s."
+            assert time.monotonic() - begun < 3 * TIMEOUT_S
+        finally:
+            await client.close()
+            for each in (first, *again):
+                each.kill()
+                each.join()
+
+    asyncio.run(scenario())

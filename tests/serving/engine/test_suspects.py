@@ -1,0 +1,334 @@
+"""The search for a request that kills engines: its transitions, and simulated engines with any such requests."""
+
+from __future__ import annotations
+
+import random
+from math import ceil, log2
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from serving.engine.restarts import SEARCH_RESTARTS
+from serving.engine.suspects import PROGRESS, Suspects, Verdict
+
+NOBODY, SEARCHING = Verdict(), Verdict(searching=True)
+
+
+def fail(suspects: Suspects, in_step: str, *, inside: bool = True, gone: str = "") -> Verdict:
+    return suspects.failed(in_step, inside=inside, alive=set(in_step) - set(gone))
+
+
+def searching(requests: str) -> Suspects:
+    """After two failures with these in the step."""
+    suspects = Suspects()
+    assert fail(suspects, requests) == NOBODY
+    assert suspects.allowed is None
+    assert fail(suspects, requests) == SEARCHING
+    return suspects
+
+
+def clear(suspects: Suspects, *requests: str) -> None:
+    """Let them make progress; the last one ends the test."""
+    moved = [suspects.progressed(request, PROGRESS) for request in requests]
+    assert moved == [False] * (len(requests) - 1) + [True]
+
+
+def test_nobody_is_suspected_for_a_signal_or_outside_a_step() -> None:
+    suspects = Suspects()
+    for _ in range(5):
+        assert fail(suspects, "ab", inside=False) == NOBODY
+        assert fail(suspects, "") == NOBODY
+    assert not suspects.watching
+    assert suspects.may_run("a")
+
+
+def test_progress_takes_strikes_away() -> None:
+    suspects = Suspects()
+    fail(suspects, "abc")
+    assert suspects.watching
+    assert not suspects.progressed("a", PROGRESS - 1)
+    assert not suspects.progressed("a", 1)
+    assert not suspects.progressed("b", PROGRESS - 1)
+    assert not suspects.gone("c")
+    assert fail(suspects, "abcd") == SEARCHING
+    assert suspects.allowed == {"b"}
+
+
+def test_nobody_is_watched_once_all_made_progress() -> None:
+    suspects = Suspects()
+    fail(suspects, "ab")
+    suspects.progressed("a", PROGRESS)
+    suspects.gone("b")
+    assert not suspects.watching
+
+
+def test_alone_twice_is_guilty_without_a_search() -> None:
+    suspects = Suspects()
+    assert fail(suspects, "a") == NOBODY
+    assert fail(suspects, "a") == Verdict(("a",), searching=True)
+    assert suspects.allowed is None
+    assert not suspects.watching
+
+
+def test_a_group_is_halved_until_one_is_left() -> None:
+    suspects = searching("abcdefgh")
+    for group in ("abcd", "ab", "a"):
+        assert suspects.allowed == set(group)
+        assert not suspects.may_run("new")
+        verdict = fail(suspects, group)
+    assert verdict == Verdict(("a",), searching=True)
+    for group in ("b", "cd", "efgh"):  # others may be guilty, too
+        assert suspects.allowed == set(group)
+        clear(suspects, *group)
+    assert suspects.allowed is None
+    assert not suspects.watching
+
+
+def test_a_second_half_that_must_be_guilty_is_cut_without_a_test() -> None:
+    suspects = searching("abcdefgh")
+    for group in ("abcd", "ef", "g"):
+        assert suspects.allowed == set(group)
+        clear(suspects, *group)
+    assert suspects.allowed == {"h"}
+    assert fail(suspects, "h") == Verdict(("h",), searching=True)
+    assert suspects.allowed is None
+
+
+def test_only_requests_of_the_step_are_searched_first() -> None:
+    suspects = searching("abcdefgh")
+    assert fail(suspects, "ab") == SEARCHING  # the others of its group had no step yet
+    assert suspects.allowed == {"a"}
+    clear(suspects, "a")
+    assert fail(suspects, "b") == Verdict(("b",), searching=True)
+    assert suspects.allowed == set("cd")
+
+
+def test_requests_that_progressed_in_the_test_are_not_searched_further() -> None:
+    suspects = searching("abcdefgh")
+    assert not suspects.progressed("a", PROGRESS)
+    assert not suspects.progressed("b", PROGRESS)
+    fail(suspects, "abcd")
+    assert suspects.allowed == {"c"}
+    clear(suspects, "c")
+    clear(suspects, "d")
+    clear(suspects, *"efgh")
+    assert suspects.allowed is None
+    assert fail(suspects, "abcdx") == SEARCHING  # they have one strike from the search
+    assert suspects.allowed == {"a"}
+
+
+def test_a_signal_during_a_test_repeats_it() -> None:
+    suspects = searching("abcd")
+    assert not suspects.progressed("c", PROGRESS)  # an output that was on its way
+    suspects.progressed("a", PROGRESS)
+    assert fail(suspects, "ab", inside=False) == NOBODY
+    assert suspects.allowed == set("ab")
+    clear(suspects, "b")
+    assert suspects.allowed == {"c"}
+    assert not suspects.progressed("c", PROGRESS - 1)
+
+
+def test_requests_about_to_leave_clear_nobody_and_convict_nobody() -> None:
+    suspects = searching("ab")
+    clear(suspects, "a")
+    assert fail(suspects, "ab") == SEARCHING  # `a` was aborted, and still in the step
+    assert suspects.allowed == {"b"}
+    assert fail(suspects, "a") == SEARCHING
+    assert suspects.allowed == {"b"}
+    clear(suspects, "b")
+    assert suspects.allowed is None
+    assert fail(suspects, "ac") == SEARCHING  # for `a` it is the third
+    assert suspects.allowed == {"a"}
+
+
+def test_requests_that_are_gone_get_no_strike_but_nobody_was_alone_with_them() -> None:
+    suspects = Suspects()
+    for _ in range(3):
+        assert fail(suspects, "z", gone="z") == NOBODY
+    assert not suspects.watching
+    fail(suspects, "a")
+    assert fail(suspects, "az", gone="z") == SEARCHING
+    assert suspects.allowed == {"a"}
+    assert fail(suspects, "az", gone="z") == SEARCHING
+    assert suspects.allowed == {"a"}
+    assert fail(suspects, "a") == Verdict(("a",), searching=True)
+
+
+def test_suspects_that_leave_end_their_test() -> None:
+    suspects = searching("abcd")
+    assert not suspects.gone("c")
+    assert not suspects.gone("a")
+    assert suspects.allowed == {"b"}
+    assert suspects.gone("b")
+    assert suspects.allowed == {"d"}
+    assert suspects.gone("d")
+    assert suspects.allowed is None
+    assert not suspects.watching
+
+
+@pytest.mark.parametrize(
+    ("guilty", "failures"),
+    [((0,), 2 + 6), ((63,), 2 + 1), ((0, 63), 2 + 6 + 2), ((0, 1), 2 + 6 + 1), ((31, 32), 2 + 2 + 6)],
+)
+def test_failures_until_the_guilty_among_64_are_found(guilty: tuple[int, ...], failures: int) -> None:
+    engines = Engines(random.Random(1), capacity=64, admits=64)
+    for number in range(64):
+        engines.add(tokens=200, kills_at=20 if number in guilty else None)
+    engines.run()
+    assert engines.inside_failures == failures
+
+
+def test_a_search_for_two_among_1024_is_within_its_limit() -> None:
+    engines = Engines(random.Random(1), capacity=1024, admits=1024)
+    for number in range(1024):
+        engines.add(tokens=30, kills_at=5 if number in (0, 512) else None)  # the worst places
+    engines.run()
+    assert engines.inside_failures == 2 + 2 * 10
+    assert engines.restarts_of_search == 21 <= SEARCH_RESTARTS
+
+
+# -- simulated engines --------------------------------------------------------------------------------------------
+
+
+class Request:
+    def __init__(self, tokens: int, kills_at: int | None) -> None:
+        self.left, self.kills_at = tokens, kills_at
+        self.made = 0
+
+
+class Engines:
+    """Engines that run any of the requests that may run, and their owner.
+
+    A request with `kills_at` kills in each step that it is in, once it has made so many tokens. An engine runs up to
+    `capacity` requests, admits up to `admits` in a step, and with `overlapped` has one that was aborted or has ended in
+    one more step.
+    """
+
+    def __init__(self, rng: random.Random, capacity: int, admits: int, overlapped: bool = False) -> None:
+        self.rng, self.capacity, self.admits, self.overlapped = rng, capacity, admits, overlapped
+        self.suspects = Suspects()
+        self.requests: dict[str, Request] = {}
+        self.running: list[str] = []
+        self.leaving: list[str] = []
+        self.all: dict[str, Request] = {}
+        self.added = self.inside_failures = self.restarts_of_search = 0
+        self.poisonous: set[str] = set()
+        self.active: set[str] = set()  # those that have killed
+        self.ended: set[str] = set()
+        self.guilty: set[str] = set()
+        self.left: set[str] = set()
+
+    def add(self, tokens: int, kills_at: int | None) -> None:
+        name = f"r{self.added}"
+        self.added += 1
+        self.requests[name] = self.all[name] = Request(tokens, kills_at)
+        if kills_at is not None and kills_at < tokens:
+            self.poisonous.add(name)
+
+    def leave(self) -> None:
+        if self.requests:
+            name = self.rng.choice(list(self.requests))
+            self.left.add(name)
+            if self._remove(name):
+                self._hold()
+
+    def kill(self, *, outside_a_step: bool = False) -> None:
+        """A signal, or an error outside a step."""
+        in_step = [] if outside_a_step else self.running
+        assert self.suspects.failed(in_step, inside=outside_a_step, alive=self.requests) == NOBODY
+        self._restart()
+
+    def step(self) -> None:
+        free = self.capacity - len(self.running)
+        waiting = [name for name in self.requests if self.suspects.may_run(name) and name not in self.running]
+        self.running += waiting[: min(free, self.admits)]
+        in_step = self.running + (self.leaving if self.overlapped else [])
+        killers = [name for name in in_step if self._kills(name)]
+        self.leaving = []
+        if killers:
+            self.active.update(killers)
+            self._fail(in_step)
+            return
+        for name in list(self.running):
+            if name in self.running:  # an earlier one's token may have ended a test
+                self._token(name)
+
+    def run(self) -> None:
+        """Step until all have ended."""
+        steps = 0
+        while self.requests:
+            self.step()
+            steps += 1
+            assert steps < 200 * self.added + 1000, "stuck"
+        assert self.guilty <= self.poisonous
+        assert self.poisonous - self.left <= self.guilty
+        assert not self.suspects.watching
+        assert self.suspects.allowed is None
+        assert self.inside_failures <= self.bound
+
+    @property
+    def bound(self) -> int:
+        return len(self.active) * (ceil(log2(self.capacity)) + 4)
+
+    def _kills(self, name: str) -> bool:
+        return name in self.poisonous and self.all[name].made >= (self.all[name].kills_at or 0)
+
+    def _fail(self, in_step: list[str]) -> None:
+        self.inside_failures += 1
+        verdict = self.suspects.failed(in_step, inside=True, alive=self.requests)
+        self.restarts_of_search += verdict.searching
+        for name in verdict.guilty:
+            self.guilty.add(name)
+            del self.requests[name]
+        self._restart()
+
+    def _restart(self) -> None:
+        self.running, self.leaving = [], []
+
+    def _token(self, name: str) -> None:
+        request = self.requests[name]
+        new = min(self.rng.choice([1, 1, 1, 3]), request.left)
+        if name in self.poisonous and request.kills_at is not None:
+            new = max(1, min(new, request.kills_at - request.made))
+        request.made, request.left = request.made + new, request.left - new
+        changed = self.suspects.watching and self.suspects.progressed(name, new)
+        if not request.left:
+            self.ended.add(name)
+            changed |= self._remove(name)
+        if changed:
+            self._hold()
+
+    def _remove(self, name: str) -> bool:
+        del self.requests[name]
+        if name in self.running:
+            self.running.remove(name)
+            self.leaving.append(name)
+        return self.suspects.watching and self.suspects.gone(name)
+
+    def _hold(self) -> None:
+        """Other requests may run now: abort those that may not."""
+        for name in [name for name in self.running if not self.suspects.may_run(name)]:
+            self.running.remove(name)
+            self.leaving.append(name)
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 40), st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+@example(random.Random(0), 40, 40)
+def test_any_poisonous_requests_are_found_and_no_others(rng: random.Random, num_requests: int, capacity: int) -> None:
+    engines = Engines(rng, capacity, admits=rng.choice([1, 3, capacity]), overlapped=rng.random() < 0.5)
+    for _ in range(num_requests):
+        engines.add(rng.randint(1, 40), rng.choice([None] * 6 + [0, rng.randint(0, 40)]))
+        for _ in range(rng.choice([0, 0, 1, 5])):
+            engines.step()
+        match rng.randrange(12):
+            case 0:
+                engines.leave()
+            case 1:
+                engines.kill()
+            case 2:
+                engines.kill(outside_a_step=True)
+    engines.run()
+    assert engines.ended | engines.guilty | engines.left == {f"r{number}" for number in range(num_requests)}
+    assert not engines.ended & engines.poisonous

@@ -1,0 +1,65 @@
+"""How often engines are started again: who may say so, what is refused, and what the engines are told."""
+
+from __future__ import annotations
+
+import pytest
+from engine_mains import tiny
+from repository import TINY_MOE
+
+from serving import generate
+from serving.cli import main
+from serving.engine.offline import make_offline_engine
+from serving.engine.options import RestartLimits
+from serving.offline.options import resolve_options
+from serving.options import notes, read_serve_command, to_engine_options
+from ubatch import ConfigError
+
+TINY = str(TINY_MOE)
+
+
+def of_server(*words: str) -> RestartLimits:
+    return read_serve_command("ubatch serve", "", [TINY, *words]).engine.restarts
+
+
+def test_a_server_starts_its_engines_again_and_scripts_do_not() -> None:
+    assert of_server() == RestartLimits(3, 600.0, 60.0)
+    words = ("--max-engine-restarts", "7", "--engine-restart-window-s", "60", "--resume-timeout-s", "0")
+    assert of_server(*words) == RestartLimits(7, 60.0, 0.0)
+    of_generate = generate.read("ubatch generate", "", [TINY, "--prompt", "a", *words[:4]])
+    assert of_generate.engine.restarts == RestartLimits(7, 60.0)
+    assert generate.read("ubatch generate", "", [TINY, "--prompt", "a"]).engine.restarts.max_engine_restarts == 0
+    in_script = {"max_engine_restarts": 2, "engine_restart_window_s": 30.0, "resume_timeout_s": 5.0}
+    for options, limits in (({}, RestartLimits()), (in_script, RestartLimits(2, 30.0, 5.0))):
+        assert to_engine_options(resolve_options(TINY, options)[0]).restarts == limits
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--max-engine-restarts", "-1"), "--max-engine-restarts -1: it should be at least 0"),
+        (("--max-engine-restarts", "1.5"), "--max-engine-restarts: expected an integer"),
+        (("--engine-restart-window-s", "0"), "--engine-restart-window-s 0: it should be greater than 0"),
+        (("--engine-restart-window-s", "inf"), "--engine-restart-window-s inf: it should be a finite number"),
+        (("--resume-timeout-s", "-1"), "--resume-timeout-s -1: it should be at least 0"),
+        (("--resume-timeout-s", "nan"), "--resume-timeout-s nan: it should be a finite number"),
+        (("--enable-fault-tolerance",), "--enable-fault-tolerance; use --max-engine-restarts"),
+    ],
+)
+def test_wrong_values_are_refused(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", TINY, *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_times_without_restarts_are_told() -> None:
+    words = ("--max-engine-restarts", "0", "--engine-restart-window-s", "60", "--resume-timeout-s", "5")
+    (note,) = notes(read_serve_command("ubatch serve", "", [TINY, *words]).settings)
+    assert note == (
+        "--engine-restart-window-s, --resume-timeout-s without --max-engine-restarts: no engine is started again"
+    )
+
+
+def test_a_rank_in_the_callers_process_cannot_be_started_again() -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_engine_restarts is 2, but a single rank runs in this process.*AsyncLLM"
+    ):
+        make_offline_engine(tiny(1, restarts=RestartLimits(2)))
