@@ -1,5 +1,5 @@
-"""`ubatch bench faults`: engines die, hang and fail while requests run; their answers are those of a server where nothing
-happened.
+"""`ubatch bench faults`: engines die, hang and fail while requests run; the answers must be those of a server where
+nothing happens.
 
     answers, asked    the requests, and what comes of them
     compare, referee  whether it is right: a pure rule, and a server that is not disturbed

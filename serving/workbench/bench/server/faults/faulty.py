@@ -101,7 +101,7 @@ def _read_poison(folder: Path) -> tuple[int, str] | None:
 
 
 def _fail_if_poisoned(step: Step, token: int, how: str) -> None:
-    for share in step.shares:
+    for share in getattr(step, "shares", step):  # warming up, a step is a list of shares
         request = share.request
         if token in request.token_ids[: request.num_prompt_tokens]:
             if how == "segfault":

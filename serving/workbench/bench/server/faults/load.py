@@ -45,7 +45,8 @@ class Load:
 async def running_load(
     subject: Subject, requests: Sequence[Asked], at_once: int, *, wait: bool = True
 ) -> AsyncIterator[Load]:
-    """Keep so many of the requests running in the block, all in turn; after it, wait until the last answers have come, or drop them."""
+    """Keep so many of the requests running in the block, all in turn; after it, wait for the last answers, or drop
+    them."""
     load, stop = Load(requests, times=[[] for _ in range(at_once)]), asyncio.Event()
 
     async def repeat(client: httpx.AsyncClient, index: int) -> None:

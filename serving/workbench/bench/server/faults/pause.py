@@ -9,6 +9,7 @@ import random
 import re
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ _MOST_PAUSE, _LEAST_THROUGHPUT = 0.5, 0.99
 _STREAMS, _STREAM_TOKENS, _COLD_STARTS = 8, 3000, 5
 _ERROR = re.compile(r"^(\S+ \S+)\.(\d{3}) ERROR +api ", re.MULTILINE)
 _SETTLE_S = 2.0
+_LOOK_S = 0.01
 _FEW = 16
 _COST_REQUESTS, _COST_TOKENS = 32, 64
 _ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
@@ -94,7 +96,7 @@ async def _pauses(server: Subject, count: int) -> list[Pause]:
         for _ in range(count):
             if await server.wait_healthy(AGAIN_S) is None:
                 raise UBatchError("the server is not healthy again, so that no pause can be measured.")
-            await _tokens_after(load, time.monotonic())
+            await _wait_for_tokens(load, time.monotonic())
             await asyncio.sleep(_SETTLE_S)
             found.append(await _pause(server, load, rng))
     return found
@@ -106,12 +108,12 @@ async def _pause(server: Subject, load: Load, rng: random.Random) -> Pause:
     kill(rng.choice(list(server.engines().values())))
     noticed: float | None = None
     while noticed is None and time.time() - killed < AGAIN_S:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(_LOOK_S)
         noticed = next((each for each in errors_at(server.log()) if each > killed - 0.001), None)
     if noticed is None:
         raise UBatchError("the API process logs no error after a rank was killed.")
     at = since + (noticed - killed)
-    return Pause(noticed - killed, [after - at for after in await _tokens_after(load, at)])
+    return Pause(noticed - killed, [after - at for after in await _wait_for_tokens(load, at)])
 
 
 def errors_at(log: str) -> list[float]:
@@ -120,23 +122,22 @@ def errors_at(log: str) -> list[float]:
     return [calendar.timegm(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3 for at, ms in pairs]
 
 
-async def _tokens_after(load: Load, since: float) -> list[float]:
+async def _wait_for_tokens(load: Load, since: float) -> list[float]:
     """Wait until every stream has got something after this time; returns when the first came, of each."""
     deadline = time.monotonic() + AGAIN_S
-    while time.monotonic() < deadline:
-        first = [next((at for at in reversed_until(times, since)), None) for times in load.times]
-        if all(at is not None for at in first):
-            return [at for at in first if at is not None]
-        await asyncio.sleep(0.01)
-    raise UBatchError(f"a stream got nothing for {AGAIN_S:g} s.")
+    while (first := tokens_after(load.times, since)) is None:
+        if time.monotonic() > deadline:
+            raise UBatchError(f"a stream got nothing for {AGAIN_S:g} s.")
+        await asyncio.sleep(_LOOK_S)
+    return first
 
 
-def reversed_until(times: Sequence[float], since: float) -> list[float]:
-    """The times after `since`, in order; times are sorted."""
-    begin = len(times)
-    while begin and times[begin - 1] > since:
-        begin -= 1
-    return list(times[begin:])
+def tokens_after(streams: Sequence[Sequence[float]], since: float) -> list[float] | None:
+    """The first time after `since` of each stream, whose times are sorted; None if one has none yet."""
+    places = [bisect_right(times, since) for times in streams]
+    if any(place == len(times) for place, times in zip(places, streams, strict=True)):
+        return None
+    return [times[place] for place, times in zip(places, streams, strict=True)]
 
 
 # -- throughput when nothing fails

@@ -20,7 +20,6 @@ from serving.workbench.bench.server.faults.load import NotHealthy, kill_engines,
 from serving.workbench.bench.server.faults.referee import Tally
 from serving.workbench.bench.server.faults.setting import EXPERT_PARALLEL, Found, Setting
 from serving.workbench.bench.server.faults.victims import Ended, Subject
-from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.statistics import table
 from ubatch import UBatchError
 
@@ -71,7 +70,7 @@ def run_poison(setting: Setting) -> Found:
     for name, (how, flags) in _WAYS.items():
         stream = how == "segfault"
         with tempfile.TemporaryDirectory() as folder:
-            token = asyncio.run(_unused_token(setting))
+            token = _unused_token(setting)
             (Path(folder) / "poison").write_text(f"{token} {how}")
             with setting.server(*flags, program=PROGRAM, variables={FOLDER: folder}) as subject:
                 parts = asyncio.run(_ask_with(setting, subject, token, stream=stream))
@@ -101,14 +100,14 @@ async def _ask_with(setting: Setting, subject: Subject, token: int, *, stream: b
     }
 
 
-async def _unused_token(setting: Setting) -> int:
-    """A token of no request."""
+def _unused_token(setting: Setting) -> int:
+    """A token that no request has, and that none is answered with."""
     used = {token for asked in setting.requests for token in asked.prompt}
     used |= {token for answer in setting.references for choice in answer.choices for token in choice.tokens}
-    unused = set(await token_pool(setting.referee.server)) - used
+    unused = set(range(1, setting.referee.vocab_size)) - used
     if not unused:
-        raise UBatchError("every token of the pool is in a request; give fewer --streams.")
-    return min(unused)
+        raise UBatchError("every token of the vocabulary is in a request; give fewer --streams.")
+    return max(unused)
 
 
 def _print(done: list[Poisoned]) -> None:

@@ -75,7 +75,7 @@ class Referee:
         self.server = server
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         ends = config.get("eos_token_id")
-        self._vocab_size = int(config["vocab_size"])
+        self.vocab_size = int(config["vocab_size"])
         self._ends: tuple[int, ...] = tuple(ends) if isinstance(ends, list) else () if ends is None else (int(ends),)
 
     async def references(self, requests: Sequence[Asked]) -> list[Answer]:
@@ -131,14 +131,14 @@ class Referee:
     async def _logits(self, client: httpx.AsyncClient, tokens: Sequence[int]) -> Tensor:
         """The logits after these tokens, `[vocab]`, up to a constant. What is less likely than the most likely 1024
         shares what is left."""
-        most = min(self._vocab_size, _MOST_LOGPROBS)
+        most = min(self.vocab_size, _MOST_LOGPROBS)
         body = {"logprobs": most, "return_tokens_as_token_ids": True, "temperature": 0, "ignore_eos": True}
         choice = await self._post(client, {"prompt": tokens, "max_tokens": 1, **body})
         likeliest: Mapping[str, float] = choice["logprobs"]["top_logprobs"][0]
         found = {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()}
-        others = self._vocab_size - len(found)
+        others = self.vocab_size - len(found)
         rest = 1 - math.fsum(map(math.exp, found.values()))
-        logits = torch.full((self._vocab_size,), math.log(max(rest, 1e-12) / others) if others else 0.0)
+        logits = torch.full((self.vocab_size,), math.log(max(rest, 1e-12) / others) if others else 0.0)
         logits[list(found)] = torch.tensor(list(found.values()))
         return logits
 
