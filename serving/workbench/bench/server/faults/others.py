@@ -131,7 +131,7 @@ def _print(done: list[Disturbed], tally: Tally) -> None:
     head: dict[str, str] = {"": "", "noticed, s": ".1f", "healthy again, s": ".1f", "restarts": ""}
     rows: list[tuple[Any, ...]] = []
     for each in done:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in each.restarts.items())
+        reasons = ", ".join(f"{count} {reason}" for reason, count in each.restarts.items() if count)
         rows.append((each.name, each.noticed_s, each.again_s, reasons or "-"))
     print(table(head, rows))
     print("  " + ", ".join(f"{count} {name}" for name, count in tally.counts.items()), flush=True)

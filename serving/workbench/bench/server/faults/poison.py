@@ -114,7 +114,7 @@ def _print(done: list[Poisoned]) -> None:
     head = {"a request that": "", "s": ".0f", "restarts": "", "it ended with": "", "others": "", "equal": ""}
     rows = []
     for each in done:
-        restarts = ", ".join(f"{count} {name}" for name, count in each.restarts.items()) or "-"
+        restarts = ", ".join(f"{count} {name}" for name, count in each.restarts.items() if count) or "-"
         equal = str(each.others.counts[Verdict.EQUAL])
         rows.append(
             (each.name, each.seconds, restarts, each.code or str(each.error)[:60], str(each.others.requests), equal)
@@ -130,7 +130,9 @@ def run_limit(setting: Setting) -> Found:
     with setting.server() as subject:
         kills, answers = asyncio.run(_kill_until_it_ends(setting, subject))
         ended, last = subject.end(), subject.log().splitlines()[-1:]
-    unnamed = [each.error for each in answers if each.error is not None and "rank 0" not in each.error]
+    # A request that was sent after the end was refused by nobody.
+    failed = [each.error for each in answers if each.error is not None and each.status is not None]
+    unnamed = [error for error in failed if "rank 0" not in error]
     broken = {
         f"the server ended after {kills} kills": kills != _DEFAULT_RESTARTS + 1,
         f"its last line does not name the rank: {last}": not any("rank 0" in line for line in last),
