@@ -91,6 +91,8 @@ class AsyncLLM:
         Raises:
             RequestError, KVCacheExhausted: it cannot be served, or the request_id is in use.
             EngineDead: a rank died, or `shutdown` was called.
+            EngineRestarting: ranks are started again, and it could not begin within `resume_timeout_s`.
+            PoisonousRequest: the request has killed a rank while it ran alone (`max_engine_restarts`).
         """
         check_request(request_id, self._running, lora_request)
         stream = self._running[request_id] = _Stream()

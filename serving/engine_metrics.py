@@ -54,10 +54,6 @@ class Restarted(Protocol):
     def poisonous(self) -> int: ...
 
 
-RESTART_REASONS = ("killed", "exited", "hung", "failed", "unreachable")
-"""Why engines are started again."""
-
-
 def show_restarts(registry: CollectorRegistry, model_name: str, engines: Restarted) -> None:
     """Put the metrics of engines that are started again into a registry.
 
@@ -71,7 +67,7 @@ def show_restarts(registry: CollectorRegistry, model_name: str, engines: Restart
             "Times that failed engines were started again, by how one of them had failed.",
             labels=["model_name", "reason"],
         )
-        for reason, count in {**dict.fromkeys(RESTART_REASONS, 0), **engines.restarts}.items():
+        for reason, count in engines.restarts.items():
             restarts.add_metric([model_name, reason], count)
         paused = GaugeMetricFamily(
             "ubatch:engines_paused", "1 while the engines are started again.", labels=["model_name"]

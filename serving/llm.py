@@ -129,6 +129,7 @@ class LLM:
         Raises:
             RequestError, KVCacheExhausted: a prompt cannot be served. The other prompts' outputs are lost.
             EngineDead: a rank died.
+            PoisonousRequest: a request has killed a rank while it ran alone (`max_engine_restarts`).
         """
         former = {
             "stop": stop,
@@ -175,6 +176,7 @@ class LLM:
         Raises:
             RequestError, KVCacheExhausted: a conversation cannot be answered, or there is no template.
             EngineDead: a rank died.
+            PoisonousRequest: a request has killed a rank while it ran alone (`max_engine_restarts`).
         """
         refuse_adapters(lora_request)
         _refuse_media(mm_processor_kwargs)

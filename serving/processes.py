@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
+import select
 import signal
 from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from ubatch.errors import UBatchError
 
@@ -16,14 +17,25 @@ class Orphaned(UBatchError):
 
 
 def check_parent() -> None:
-    """Check that the process that started this one still runs.
+    """Check that the process that started this one still runs: it holds the other end of a pipe. Takes microseconds.
 
     Raises:
         Orphaned: it is gone.
     """
     parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
+    if parent is not None and is_readable(parent.sentinel):
         raise Orphaned(f"the process that started it ({parent.pid}) is gone.")
+
+
+def is_readable(descriptor: int, wait_s: float | None = 0) -> bool:
+    """Whether a read from a descriptor would not block: there is something to read, or its other end is closed.
+
+    Args:
+        wait_s: how long to wait for that, in seconds; None without limit.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if wait_s is None else 1000 * wait_s))
 
 
 def how_it_ended(process: BaseProcess) -> str:
@@ -34,6 +46,15 @@ def how_it_ended(process: BaseProcess) -> str:
         known = {int(each): each.name for each in signal.Signals}
         return f"was killed by {known.get(-status, f'signal {-status}')}"
     return f"died with exit status {status}"
+
+
+def process_state(pid: int | None) -> str:
+    """The state of a process as a letter of `/proc`: R, S and D are running, sleeping and waiting, T is stopped. Empty
+    if it has ended, or this system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:

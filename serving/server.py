@@ -1,7 +1,7 @@
 """The API process of a server, from start to end.
 
 start     take the port, load the tokenizer, start the engines
-serve     until a signal arrives or an engine dies
+serve     until a signal arrives or the engines have failed for good; meanwhile the client starts them again
 drain     new requests get 503 while running requests finish
 end       stop the engines, whatever happened before
 
@@ -62,9 +62,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_S = 5
 """After draining, seconds that clients have to read the rest of their responses."""
 _LAST_ERRORS_S = 2
-"""The same after an engine died."""
+"""The same after engines have failed for good."""
 _SICK_S = 2.0
-"""After an engine died, seconds for which `/health` reports why before the server ends."""
+"""After that, seconds for which `/health` and `/live` report why before the server ends."""
 
 
 def run_server(command: Command, *, engine_main: EngineMain = run_engine) -> int:

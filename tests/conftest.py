@@ -259,14 +259,11 @@ def _float32() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _forked_ranks() -> Iterator[None]:
-    """Ranks and engines that tests start in this process are forked, not spawned; see `forked.py`."""
+    """Ranks of `serving.ranks` that tests start in this process are forked, not spawned; see `forked.py`."""
     import serving.ranks
 
-    launch = sys.modules.get("serving.engine.launch")  # if any test that was collected can start an engine
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving.ranks, "mp", AsSpawned())
-        if launch is not None:
-            patch.setattr(launch, "multiprocessing", AsSpawned())
         yield
 
 

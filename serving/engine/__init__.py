@@ -9,6 +9,7 @@ prefixes       which rank was sent which beginnings of prompts
 runs, run      runs of the engines, one after another; one of them, from its start to its first failure
 profiles       asks every rank to write its trace, and waits
 liveness       takes all signs of life and of death, and says once which rank has failed, and why
+blame          whether a failure is a rank's own, inside a step, and which requests were in that step
 restarts       whether the engines may be started again
 kept           memory that a rank leaves to the process that takes its place
 step_record    which requests are in the steps that a rank runs; it outlives the rank

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from model_runner import RequestError, fresh_seed
+from serving.engine.blame import Blame
 from serving.engine.launch import EngineMain, require_descriptors
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
@@ -343,13 +344,16 @@ class EngineClient:
 
     # -- failures -----------------------------------------------------------------------------------------------
 
-    def interrupted(self, error: EngineDead, in_step: tuple[str, ...], *, inside: bool) -> bool:
+    def interrupted(self) -> None:
         """See `runs.Owner`."""
-        verdict = self._suspects.failed(in_step, inside=inside, alive=self._router)
-        for request_id in verdict.guilty:
-            self._end_poisonous(request_id, error)
         self._router.hold_all()
         self._profiles.fail(partial(EngineRestarting, "engines have failed, and are started again.", retry_after_s=1.0))
+
+    def blamed(self, blame: Blame, error: EngineDead) -> bool:
+        """See `runs.Owner`."""
+        verdict = self._suspects.failed(blame.requests, inside=blame.inside, alive=self._router)
+        for request_id in verdict.guilty:
+            self._end_poisonous(request_id, error)
         return verdict.searching
 
     def serving(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import resource
 import sys
 import time
@@ -15,9 +14,12 @@ from typing import TypeAlias
 
 from serving.engine.kept import KeptOfRank
 from serving.engine.options import EngineOptions
-from serving.engine.wire.messages import Failed
+from serving.engine.restarts import RestartReason
+from serving.engine.step_record import clear_steps, read_steps
+from serving.engine.wire.messages import Failed, RankFound
 from serving.engine.wire.rendezvous import Place
-from serving.processes import how_it_ended, kill
+from serving.fork_server import ForkedProcess
+from serving.processes import how_it_ended, kill, process_state
 from ubatch import ConfigError
 
 EngineMain: TypeAlias = Callable[[EngineOptions, int, Place], None]
@@ -74,11 +76,13 @@ class LocalEngines:
         self, options: EngineOptions, place: Place, main: EngineMain, kept: Mapping[int, KeptOfRank] | None = None
     ) -> None:
         self.ranks = options.local_ranks
-        places = {rank: replace(place, kept=(kept or {}).get(rank)) for rank in self.ranks}
-        context = multiprocessing.get_context("spawn")
+        self._kept = kept or {}
+        places = {rank: replace(place, kept=self._kept.get(rank)) for rank in self.ranks}
+        for each in self._kept.values():
+            clear_steps(each.steps)
         atexit.register(self.kill)
         self._processes = {
-            rank: context.Process(target=main, args=(options, rank, places[rank]), name=f"rank {rank}", daemon=True)
+            rank: ForkedProcess(target=main, args=(options, rank, places[rank]), name=f"rank {rank}")
             for rank in self.ranks
         }
         try:
@@ -104,10 +108,18 @@ class LocalEngines:
 
     def ended(self, rank: int) -> Failed:
         """The report of a rank whose process has ended."""
-        how = how_it_ended(self._processes[rank])
-        if self.exit_status(rank) == _UNGUARDED:
+        how, status = how_it_ended(self._processes[rank]), self.exit_status(rank)
+        if status == _UNGUARDED:
             return Failed(rank, _UNGUARDED_TEXT, kind=ConfigError.__name__)
-        return Failed(rank, how)
+        if status is not None and status < 0:
+            return Failed(rank, how, reason=RestartReason.KILLED, signal=-status)
+        return Failed(rank, how, reason=RestartReason.EXITED)
+
+    def found(self) -> dict[int, RankFound]:
+        """What each rank was doing when it ended, or does now, and the state of its process. Call it before the ranks
+        are killed."""
+        states = {rank: process_state(process.pid) for rank, process in self._processes.items()}
+        return {rank: RankFound(read_steps(kept.steps), states[rank]) for rank, kept in self._kept.items()}
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all processes have ended; returns False if some still run after `timeout_s`."""

@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 
 from serving.engine.options import EngineOptions
+from serving.engine.restarts import RestartReason
 from serving.engine.wire.messages import Alive, Failed, make_error
 from serving.requests import EngineDead
 from ubatch import ConfigError, UBatchError
@@ -114,7 +115,7 @@ class Liveness:
         before = self._silence_s.get(alive.rank, 0.0)
         self._heard[alive.rank], self._silence_s[alive.rank] = self._clock.now, alive.silence_s
         if alive.silence_s < before:
-            for rank in self._together(alive.rank) & self._heard.keys():
+            for rank in self._heard.keys() & self._options.together(alive.rank):
                 self._heard[rank] = self._clock.now
 
     def heard_node(self, node_rank: int) -> None:
@@ -159,17 +160,18 @@ class Liveness:
             if now > until:
                 rank = node * self._options.local_size
                 what = "cannot be reached" if rank in self._heard else f"has not joined within {self._node_joins_s:g} s"
-                found.append(Failed(rank, f"is lost: node {node} {what}"))
+                found.append(Failed(rank, f"is lost: node {node} {what}", reason=RestartReason.UNREACHABLE))
         silent = [
             rank
             for rank, heard in self._heard.items()
-            if now - heard > self._patience_s(rank) and not any(map(self._is_unreachable, self._together(rank)))
+            if now - heard > self._patience_s(rank) and not any(map(self._is_unreachable, self._options.together(rank)))
         ]
         if silent:  # ranks that wait for a hung one on a device also go silent, but later: report the first
             what = f"hangs: it has given no sign of life for {self._timeout_s:g} s (timeout_s)"
             if not self._begun:
                 what = f"hangs while it starts: it has given no sign of life for {self._start_s:g} s"
-            found.append(Failed(min(silent, key=self._heard.__getitem__), what))
+            first = min(silent, key=self._heard.__getitem__)
+            found.append(Failed(first, what, reason=RestartReason.HUNG))
         return found
 
     def _is_unreachable(self, rank: int) -> bool:
@@ -183,13 +185,7 @@ class Liveness:
         them on a device, where it cannot send heartbeats."""
         if not self._begun:
             return self._start_s
-        return self._timeout_s + max(self._silence_s.get(each, 0.0) for each in self._together(rank))
-
-    def _together(self, rank: int) -> Set[int]:
-        """The ranks that step with it, itself included."""
-        size = self._options.step_size
-        first = rank - rank % size
-        return frozenset(range(first, first + size))
+        return self._timeout_s + max(self._silence_s.get(each, 0.0) for each in self._options.together(rank))
 
 
 def _grace_s(failed: Failed) -> float:

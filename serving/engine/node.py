@@ -30,10 +30,11 @@ from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
 from serving.engine.liveness import WatchedTime, node_beat_s, node_silent_s
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
+from serving.engine.restarts import RestartReason
 from serving.engine.run_folder import RunFolder
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Failed, NodeAlive, NodeHeard
+from serving.engine.wire.messages import Failed, NodeAlive, NodeFound, NodeHeard
 from serving.engine.wire.rendezvous import PATIENCE, Place, Run, claim_node, connect_store, join_run, post_node
 from serving.logs import log_event
 from serving.network import warn_of_loopback
@@ -250,7 +251,7 @@ class _Supervisor:
         name = signal.Signals(self._told.number).name
         log_event(_logger, "told to end", node_rank=self._node_rank, signal=name)
         what = f"is lost: node {self._node_rank} was told to end ({name})"
-        self._link.send(Failed(rank, what))
+        self._link.send(Failed(rank, what, reason=RestartReason.UNREACHABLE))
         return 128 + self._told.number
 
     def _ended(self, rank: int) -> None:
@@ -259,6 +260,7 @@ class _Supervisor:
             return
         self._failed = True
         log_event(_logger, "engine ended", level=logging.ERROR, rank=rank, how=failed.text)
+        self._tell_found()
         self._link.send(failed)
 
     def _node_0_lost(self) -> str | None:
@@ -275,7 +277,13 @@ class _Supervisor:
         """Read what node 0 says. A run that has failed there has failed here, too, though the ranks end well."""
         for message in self._link.receive(wait_s):
             self._heard = self._clock.now
-            self._again |= isinstance(message, NodeHeard) and message.again
-            if isinstance(message, NodeHeard) and message.failure and not self._failed:
+            if not isinstance(message, NodeHeard) or not message.failure:
+                continue
+            self._again |= message.again
+            self._tell_found()
+            if not self._failed:
                 self._failed = True
                 log_event(_logger, "run failed", level=logging.ERROR, node_rank=self._node_rank, why=message.failure)
+
+    def _tell_found(self) -> None:
+        self._link.send(NodeFound(self._node_rank, self._engines.found()))

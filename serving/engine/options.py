@@ -109,6 +109,11 @@ class EngineOptions(ModelSettings):
         """How many processes step together: all if they share experts, otherwise those of a data-parallel rank."""
         return self.world_size if self.enable_expert_parallel else self.tensor_parallel_size
 
+    def together(self, rank: int) -> range:
+        """The processes that step with one, itself included."""
+        first = rank - rank % self.step_size
+        return range(first, first + self.step_size)
+
     @property
     def local_size(self) -> int:
         """Processes on each node."""

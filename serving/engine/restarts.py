@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from serving.engine.options import RestartLimits
-from serving.engine.wire.messages import Failed
 
 SEARCH_RESTARTS = 24
 """A search for two guilty requests among 1,024 needs at most 21: one that begins it, and ten for each."""
@@ -101,14 +100,3 @@ class RestartBudget:
         at.append(now)
         self._counts[reason] += 1
         return True
-
-
-def blame(failed: Failed) -> tuple[RestartReason, bool, tuple[str, ...]]:
-    """How an engine has failed, whether inside a step, and which requests were in it."""
-    if failed.text.startswith("is lost"):
-        return RestartReason.UNREACHABLE, False, ()
-    if failed.traceback:
-        return RestartReason.FAILED, not failed.echo, ()
-    if failed.text.startswith("hangs"):
-        return RestartReason.HUNG, False, ()
-    return RestartReason.KILLED if failed.text.startswith("was killed") else RestartReason.EXITED, False, ()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -28,6 +29,10 @@ from serving.engine.wire.gate import Seldom
 from ubatch import UBatchError
 
 _logger = logging.getLogger(__name__)
+
+_TELLING_S, _LOOK_S = 3.0, 0.02
+"""How long other nodes may take to tell what their ranks were doing, and how often to look, in seconds. A node's
+supervisor reads messages every two seconds at the latest."""
 
 
 class RunFailed(UBatchError):
@@ -53,6 +58,7 @@ class EngineRun:
     Attributes:
         ready: rank -> its `Ready`, once it has sent it.
         over: whether a rank has failed.
+        told: what other nodes have found of their ranks, by rank.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class EngineRun:
         self.socket = self.host.socket
         self.ready: dict[int, wire.Ready] = {}
         self.over = False
+        self.told: dict[int, wire.RankFound] = {}
+        self._nodes_told: set[int] = set()
         self.all_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.liveness = Liveness(options, self._failed, rejoins_s)
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,8 +117,7 @@ class EngineRun:
     async def _end(self, timeout_s: float, failure: str, again: bool) -> None:
         self.liveness.close()
         if failure:
-            for node_rank in range(1, self._options.nnodes):  # before their ranks are told to end
-                self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(failure, again)))
+            self._tell_nodes(failure, again=again)  # before their ranks are told to end
         for rank in self.ready:  # not only leaders: a follower's leader may be dead
             self.post(rank, wire.encode(wire.Shutdown()))
         self._send_posted()
@@ -126,6 +133,27 @@ class EngineRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.all_ready.cancel()
         self.host.close()
+
+    def found(self) -> Mapping[int, wire.RankFound]:
+        """What ranks were doing when they ended, or do now, as far as is known; to be asked before `end`."""
+        return {**self.told, **({} if self._engines is None else self._engines.found())}
+
+    async def ask_found(self, failure: str) -> Mapping[int, wire.RankFound]:
+        """The same, once the other nodes have told it, too; they have some seconds.
+
+        Args:
+            failure: as for `end`.
+        """
+        self._tell_nodes(failure, again=False)
+        self._nodes_told.clear()
+        deadline = time.monotonic() + _TELLING_S
+        while len(self._nodes_told) < self._options.nnodes - 1 and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_S)
+        return self.found()
+
+    def _tell_nodes(self, failure: str, *, again: bool) -> None:
+        for node_rank in range(1, self._options.nnodes):
+            self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard(failure, again)))
 
     @property
     def pids(self) -> Mapping[int, int | None]:
@@ -172,6 +200,9 @@ class EngineRun:
             case wire.NodeAlive(node_rank):
                 self.liveness.heard_node(node_rank)
                 self._answer(node_identity(node_rank), wire.encode(wire.NodeHeard()))
+            case wire.NodeFound(node_rank, ranks):
+                self._nodes_told.add(node_rank)
+                self.told.update(ranks)
             case wire.Failed():
                 self.liveness.report(message)
             case wire.Ready(rank):

@@ -1,7 +1,7 @@
 """Runs of the engines, one after another: engines that have failed are started again, as often as they may be.
 
     start      the first run; what goes wrong in it is not tried again
-    failed     the run is ended, and the next one begins, if `RestartBudget` allows it
+    failed     who is to blame is found out, the run is ended, and the next one begins, if `RestartBudget` allows it
     given up   it does not, or a node is lost, or this machine cannot start processes any more
 
 What ranks have prepared outlives their processes (`kept`).
@@ -15,11 +15,12 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
+from serving.engine.blame import Blame, blame
 from serving.engine.kept import KeptOfRank
 from serving.engine.launch import EngineMain
 from serving.engine.liveness import dead_error, start_error
 from serving.engine.options import EngineOptions
-from serving.engine.restarts import Pause, RestartBudget, RestartReason, blame
+from serving.engine.restarts import Pause, RestartBudget, RestartReason
 from serving.engine.run import EngineRun, RunFailed
 from serving.engine.wire import messages as wire
 from serving.logs import log_event
@@ -38,14 +39,11 @@ class Owner(Protocol):
     def heard(self, message: wire.FromEngine) -> None:
         """A message has come that is no sign of life."""
 
-    def interrupted(self, error: EngineDead, in_step: tuple[str, ...], *, inside: bool) -> bool:
-        """The run has failed, and no engine has any request now. Returns whether requests are searched for one that
-        kills engines.
+    def interrupted(self) -> None:
+        """The run has failed; no engine has any request now."""
 
-        Args:
-            in_step: the requests in the steps that ran.
-            inside: whether it failed inside a step, by a fault of its own.
-        """
+    def blamed(self, blame: Blame, error: EngineDead) -> bool:
+        """Why it has failed is known. Returns whether requests are searched for one that kills engines."""
 
     def serving(self) -> None:
         """All engines of a run are ready."""
@@ -126,19 +124,28 @@ class EngineRuns:
             return
         self.serves = False
         error = dead_error(failed, self._options.describe_rank(failed.rank))
-        reason, inside, in_step = blame(failed)
-        searching = self._owner.interrupted(error, in_step, inside=inside)
-        if not self._budget.may_restart(reason, searching=searching):
+        if self._options.restarts.max_engine_restarts:
+            self.pause = Pause(str(error).splitlines()[0], time.monotonic(), self._budget.expected_s)
+            self._work = asyncio.create_task(self._recover(failed, error))
+        else:
             self._give_up(failed.rank, error)
-            return
-        log_event(_logger, "engine failed", level=logging.ERROR, rank=failed.rank, error=error, then="starting again")
-        self.pause = Pause(str(error).splitlines()[0], time.monotonic(), self._budget.expected_s)
-        self._work = asyncio.create_task(self._start_again(error))
+
+    async def _recover(self, failed: wire.Failed, error: EngineDead) -> None:
+        self._owner.interrupted()
+        found = blame(self._options, failed, self.run.found())
+        if found.inside and self._options.nnodes > 1:  # other nodes have requests in the step, too
+            found = blame(self._options, failed, await self.run.ask_found(str(error)))
+        searching = self._owner.blamed(found, error)
+        if self._budget.may_restart(found.reason, searching=searching):
+            log_event(_logger, "engine failed", level=logging.ERROR, rank=failed.rank, error=error, then="start again")
+            await self._start_again(error)
+        else:
+            self._give_up(failed.rank, error)
 
     async def _start_again(self, error: EngineDead) -> None:
         """Begin runs until one is ready, or they have failed too often."""
-        begun = time.monotonic()
-        await self.run.end(0.0, str(error), again=True)
+        begun, first = time.monotonic(), str(error).splitlines()[0]
+        await self.run.end(0.0, first, again=True)
         while True:
             self.run = run = EngineRun(
                 self._options, self._owner.heard, self._failed, rejoins_s=self._options.dbo.timeout_s
@@ -150,11 +157,13 @@ class EngineRuns:
                 failed = again.failed
                 error = dead_error(failed, self._options.describe_rank(failed.rank), "did not start")
                 await run.end(0.0, str(error), again=True)
-                reason, *_ = blame(failed)
-                if reason is RestartReason.UNREACHABLE or not self._budget.may_restart(reason):
-                    self._give_up(failed.rank, error)
-                    return
-                log_event(_logger, "engine did not start again", level=logging.ERROR, rank=failed.rank, error=error)
+                if failed.reason is RestartReason.UNREACHABLE:  # it has had its time to come back
+                    error = EngineDead(f"{first} Engines were started again, but {error}")
+                elif self._budget.may_restart(failed.reason):
+                    log_event(_logger, "engine did not start again", level=logging.ERROR, rank=failed.rank, error=error)
+                    continue
+                self._give_up(failed.rank, error)
+                return
             except (UBatchError, OSError) as failure:
                 self._give_up(self._options.local_ranks[0], EngineDead(f"engines cannot be started again: {failure}"))
                 return

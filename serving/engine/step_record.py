@@ -15,6 +15,7 @@ reader see one half written; it notices by the checksum or by the counts, and re
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from dataclasses import dataclass
 import msgspec
 
 from serving.engine.kept import SharedMemory
-from ubatch import UBatchError
+from serving.logs import log_event
+
+_logger = logging.getLogger(__name__)
 
 _BEGUN, _ENDED, _LENGTH, _CHECKSUM = 0, 1, 2, 4
 """Places in the header, in words of eight bytes; of length and checksum there are two each."""
@@ -74,17 +77,15 @@ class StepRecord:
 
 
 def read_steps(memory: SharedMemory) -> InStep:
-    """What the rank of this record was doing when its process ended, or does now.
-
-    Raises:
-        UBatchError: the record is damaged.
-    """
+    """What the rank of this record was doing when its process ended, or does now. If the record is damaged: a step
+    whose requests are not known."""
     for _ in range(_TRIES):
         found = _read(memory)
         if found is not None:
             return found
         time.sleep(_AGAIN_S)  # the rank still runs
-    raise UBatchError("the record of a rank's steps is damaged: something else has written into the rank's memory.")
+    log_event(_logger, "the record of a rank's steps is damaged: it is not known which ran", level=logging.WARNING)
+    return InStep(inside=True)
 
 
 def clear_steps(memory: SharedMemory) -> None:

@@ -25,6 +25,7 @@ class EngineArgs:
 
     Attributes:
         model: folder of a Hugging Face checkpoint, or its name on the hub.
+        max_engine_restarts: None is 0: ranks that have failed are not started again.
         skip_tokenizer_init: load no tokenizer: prompts are tokens, and outputs have no text.
         seed: seeds of requests without one follow from it; None takes fresh ones.
         max_logprobs: most log-probabilities per token that a request may ask for, 0 to 20.

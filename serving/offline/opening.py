@@ -68,9 +68,7 @@ def opened_settings(settings: Settings, front: FrontOptions) -> Opened:
     """From settings whose notes were told."""
     options = to_engine_options(settings)
     if options.node_rank > 0:
-        raise ConfigError(
-            "LLM runs on machine 0. On the others call `ubatch serve` or `ubatch generate` with the same settings."
-        )
+        raise ConfigError("LLM runs on machine 0. On the others call `ubatch generate` with the same settings.")
     tokenizer = None if front.skip_tokenizer_init else load_tokenizer(options.model)
     made = Front(options.model, tokenizer, front, priorities=settings["scheduling_policy"] == "priority")
     fetch_checkpoints(settings)

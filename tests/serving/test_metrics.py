@@ -29,8 +29,8 @@ from repository import ROOT
 from model_runner import SamplingParams
 from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
-from serving.engine.restarts import Pause
-from serving.engine_metrics import RESTART_REASONS, show_cache, show_restarts
+from serving.engine.restarts import Pause, RestartReason
+from serving.engine_metrics import show_cache, show_restarts
 from serving.logs import configure_logging, log_event
 from serving.metrics import _DERIVED, RequestMetrics, Siblings, make_registry
 from serving.requests import (
@@ -291,7 +291,6 @@ def test_what_follows_from_the_engines_totals() -> None:
 
 
 def test_restarts_are_read_at_the_scrape() -> None:
-    """All reasons are there from the start, so that a rate sees the first restart."""
     metrics, engine = Metrics(), FakeEngine()
     http_app(engine, metrics)
 
@@ -300,11 +299,12 @@ def test_restarts_are_read_at_the_scrape() -> None:
         return {sample.labels.get("reason", sample.name.removeprefix("ubatch:")): sample.value for sample in samples}
 
     nothing = {"engines_paused": 0, "requests_resumed_total": 0, "requests_poisonous_total": 0}
-    assert read() == {**dict.fromkeys(RESTART_REASONS, 0), **nothing}
+    assert read() == {**dict.fromkeys(RestartReason, 0), **nothing}
     engine.pause = Pause("rank 1 was killed by SIGKILL.", 0.0, 10.0)
-    engine.restarts, engine.resumed, engine.poisonous = {"killed": 2, "hung": 1}, 64, 1
+    engine.restarts |= {RestartReason.KILLED: 2, RestartReason.HUNG: 1}
+    engine.resumed, engine.poisonous = 64, 1
     some = {"engines_paused": 1, "requests_resumed_total": 64, "requests_poisonous_total": 1}
-    assert read() == {**dict.fromkeys(RESTART_REASONS, 0), "killed": 2, "hung": 1, **some}
+    assert read() == {**dict.fromkeys(RestartReason, 0), "killed": 2, "hung": 1, **some}
     assert metrics.value("ubatch:engine_restarts_total", model_name="a model", reason="killed") == 2
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from model_runner import FinishReason, RequestError, TokenLogprobs
-from serving.engine.restarts import Pause
+from serving.engine.restarts import Pause, RestartReason
 from serving.requests import DraftCounts, EngineDead, EngineRestarting, RequestInput, RequestOutput, StartTimes
 
 EOS = 0
@@ -65,7 +65,7 @@ class FakeEngine:
     pause: Pause | None = None
     serves: asyncio.Event | None = None
     refusal: EngineRestarting | None = None
-    restarts: dict[str, int] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RestartReason, 0))
     resumed: int = 0
     poisonous: int = 0
     num_waiting: int = 0

@@ -5,6 +5,7 @@ Tests start ranks of their own with it, and the ranks and engines that commands 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -14,6 +15,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing import connection, forkserver, reduction
 from typing import Any
 
@@ -22,28 +24,72 @@ PRELOAD = ["torch", "torch.distributed.distributed_c10d", "ubatch"]
 
 
 def fork_server() -> None:
-    """Fork the server of `multiprocessing` from this process, which has imported all tests and run none yet.
+    """Fork both servers from this process, which has imported all tests and run none yet: the one of `multiprocessing`,
+    and the one that the engines' ranks are forked from.
 
-    `multiprocessing` would spawn one, which imports it all once more, and whose processes import the tests' modules.
+    They would be spawned, import it all once more, and processes of the first would import the tests' modules.
     """
     listener = socket.socket(socket.AF_UNIX)
     address = connection.arbitrary_address("AF_UNIX")
     listener.bind(address)
     listener.listen()
     alive, held = os.pipe()  # the server ends when nobody holds the other end any more
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        server = os.fork()  # the one other thread, of pytest-xdist, waits for its next order
-    if server == 0:
-        try:
-            os.close(held)
-            _forget_the_test_run()
-            forkserver.main(listener.detach(), alive, preload=[])
-        finally:
-            os._exit(0)
+
+    def serve() -> None:
+        os.close(held)
+        forkserver.main(listener.detach(), alive, preload=[])
+
+    server = _forked(serve)
     listener.close()
     os.close(alive)
     ours = forkserver._forkserver  # type: ignore[attr-defined]
-    ours._forkserver_address, ours._forkserver_alive_fd, ours._forkserver_pid = address, held, server
+    ours._forkserver_address, ours._forkserver_alive_fd, ours._forkserver_pid = address, held, server.pid
+    if "serving.engine.launch" in sys.modules:
+        _fork_the_server_of_ranks()
+
+
+def _fork_the_server_of_ranks() -> None:
+    from serving import fork_server
+
+    mine, theirs = socket.socketpair()
+
+    def serve() -> None:
+        mine.close()
+        handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)
+        fork_server.serve_imported(theirs.detach(), handlers)
+
+    fork_server.use(fork_server.ForkServer(mine, _forked(serve), None))
+    theirs.close()
+
+
+@dataclass
+class _Child:
+    """A child of a fork, to `ForkServer`."""
+
+    pid: int
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        with contextlib.suppress(ChildProcessError):  # in a child that has inherited it
+            os.waitpid(self.pid, 0)
+        return 0
+
+
+def _forked(body: Callable[[], object]) -> _Child:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        child = os.fork()  # the one other thread, of pytest-xdist, waits for its next order
+    if child == 0:
+        try:
+            _forget_the_test_run()
+            body()
+        finally:
+            os._exit(0)
+    return _Child(child)
 
 
 def forget_the_server() -> None:

@@ -86,7 +86,7 @@ def _of_ranks(seen: Seen, options: EngineOptions) -> None:
     run = rendezvous.Run.open(HashStore(), read_secret(options.cluster_secret_file))
     seen["messages are encrypted"] = run.curve is not None
     process = mock.MagicMock(side_effect=lambda **how: seen.note("process", mock.MagicMock())(how["name"]))
-    with mock.patch.object(launch.multiprocessing, "get_context", return_value=SimpleNamespace(Process=process)):
+    with mock.patch.object(launch, "ForkedProcess", process):
         place = rendezvous.Place(Path("run"), options.master_addr, options.master_port)
         launch.LocalEngines(options, place, build.warm_up)  # type: ignore[arg-type]
 

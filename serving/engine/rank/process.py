@@ -48,7 +48,7 @@ from serving.engine.rank.listeners import refuse_strangers
 from serving.engine.rank.lockstep import Link, join_turns
 from serving.engine.rank.runner_setup import describe_memory, describe_transport
 from serving.engine.rank.tracing import TEMPORARY, profile_file
-from serving.engine.step_record import StepRecord
+from serving.engine.step_record import InStep, StepRecord, read_steps
 from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import rank_identity
 from serving.engine.wire.link import EngineLink
@@ -103,7 +103,7 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
         # other ranks may have ended on `Shutdown` before this rank read it
         ending = isinstance(error, ToldToEnd) or client.shutdown_comes()
         if not ending:
-            _report_failure(client, rank, error)
+            _report_failure(client, rank, place, error)
         client.close()
         sys.stderr.flush()
         served = ending and not options.job  # a job that is told to end has not been done
@@ -208,13 +208,15 @@ def place_rank(options: EngineOptions, rank: int) -> int:
     return local_rank
 
 
-def _report_failure(link: EngineLink, rank: int, error: BaseException) -> None:
+def _report_failure(link: EngineLink, rank: int, place: Place, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     echo = isinstance(error, PeerFailed | GroupBroken | TransferTimeout)
     if _logger.hasHandlers():
         told = isinstance(error, ConfigError | CheckpointError | Orphaned)  # the message is enough: no traceback
         _logger.error("engine failed\n%s" if not told else "engine failed: %s", error if told else text)
-    link.send(wire.Failed(rank, str(error), wire.error_kind(error), type(error).__name__, text, echo))
+    in_step = InStep() if place.kept is None else read_steps(place.kept.steps)
+    kind, name = wire.error_kind(error), type(error).__name__
+    link.send(wire.Failed(rank, str(error), kind, name, text, echo, in_step=in_step))
 
 
 class Engine:

@@ -22,7 +22,7 @@ _MAY_DIFFER = frozenset(
         *("node_rank", "master_addr", "master_port", "cluster_secret_file", "log_level", "profile_folder"),
         *("model", "kv_cache_memory", "gpu_memory_utilization"),  # folders, and memory, are a machine's own
         *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "moe_backend"),
-        *("group", "profile_ranges", "draft_model_path"),
+        *("group", "profile_ranges", "draft_model_path", "resume_timeout_s"),
     }
 )
 _NESTED = {"dbo": "", "scheduler": "", "restarts": "", "speculation": "speculative_"}
@@ -103,7 +103,7 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: wire.FromEngi
     match message:
         case wire.Outputs(rank) | wire.Refused(rank):
             return rank in range(options.data_parallel_size)
-        case wire.NodeAlive(node_rank):
+        case wire.NodeAlive(node_rank) | wire.NodeFound(node_rank):
             return node_rank in range(1, options.nnodes) and sender == node_identity(node_rank)
         case wire.Failed(rank):
             return rank in range(options.world_size)

@@ -2,7 +2,7 @@
 
     to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown
     from an engine    Ready, Alive, Outputs, Refused, Failed, ProfileWritten; Finished at the end of a job
-    from a node       NodeAlive, and Failed for an engine of it that died
+    from a node       NodeAlive, NodeFound, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
 
 Every engine reads one socket, in order. It sends the number of `Add`s and `Abort`s that it has handled in each
@@ -12,15 +12,20 @@ client's count of all requests: engines that step together pause only when all h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, CheckpointFileMissing, RequestError, TokenIds
+from serving.engine.restarts import RestartReason
+from serving.engine.step_record import InStep
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError, UBatchError
+
+_NO_STEP = InStep()
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -142,6 +147,9 @@ class Failed(_Message, frozen=True):
         name: name of its class.
         traceback: its traceback; empty if the process died without a report.
         echo: the error is only that another rank failed.
+        reason: how it failed.
+        signal: number of the signal that ended it; 0 if none did.
+        in_step: what it was doing, of a rank that reports its own error.
     """
 
     rank: int
@@ -150,6 +158,9 @@ class Failed(_Message, frozen=True):
     name: str = ""
     traceback: str = ""
     echo: bool = False
+    reason: RestartReason = RestartReason.FAILED
+    signal: int = 0
+    in_step: InStep = _NO_STEP
 
 
 class ProfileWritten(_Message, frozen=True):
@@ -177,8 +188,29 @@ class NodeAlive(_Message, frozen=True):
     node_rank: int
 
 
+@dataclass(frozen=True)
+class RankFound:
+    """What is found of a rank after a failure.
+
+    Attributes:
+        in_step: what it was doing when it ended, or does now.
+        state: of its process, as a letter of `/proc`; empty if it has ended, or nobody has looked.
+    """
+
+    in_step: InStep = _NO_STEP
+    state: str = ""
+
+
+class NodeFound(_Message, frozen=True):
+    """From a node other than node 0: what it has found of each of its ranks, after one has ended, and when node 0 says
+    that the run has failed."""
+
+    node_rank: int
+    ranks: Mapping[int, RankFound]
+
+
 ToEngine: TypeAlias = Add | Abort | Admit | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
-FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive
+FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive | NodeFound
 
 
 class Turn(_Message, frozen=True):

@@ -77,6 +77,7 @@ def test_a_request_that_is_refused_while_it_runs_is_aborted() -> None:
 
     async def scenario() -> None:
         client = EngineClient(tiny())
+        client._runs.serves = True
         address = f"tcp://127.0.0.1:{client._runs.run.socket.bind_to_random_port('tcp://127.0.0.1')}"
         receiving = asyncio.create_task(client._runs.run.receive())
         context = zmq.asyncio.Context()

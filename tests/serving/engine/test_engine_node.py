@@ -18,7 +18,7 @@ from serving.engine import EngineOptions, run_node
 from serving.engine.node import _Supervisor, _Told
 from serving.engine.rank.process import ToldToEnd, run_rank
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import Failed, Finished, NodeAlive, NodeHeard, Ready, ToEngine
+from serving.engine.wire.messages import Failed, Finished, NodeAlive, NodeHeard, RankFound, Ready, ToEngine
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.requests import EngineDead, RequestInput
 from ubatch import CommGroup, ConfigError, UBatchConfig
@@ -107,6 +107,9 @@ class Leaving:
 
     def ended(self, rank: int) -> Failed:
         return Failed(rank, f"died with exit status {self.status}")
+
+    def found(self) -> dict[int, RankFound]:
+        return {}
 
     def receive(self, wait_s: float) -> tuple[ToEngine, ...]:
         return self.said

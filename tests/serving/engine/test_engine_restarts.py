@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_mains import exit_at_once, is_alive, tiny, tokens_of, wait_for
+from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, tiny, tokens_of, wait_for
 from engine_served import PARAMS, PROMPTS, Served
 
 from model_runner import SamplingParams
@@ -19,7 +19,7 @@ from serving.engine import EngineClient, EngineOptions
 from serving.engine.options import RestartLimits
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.rendezvous import Place
-from serving.requests import EngineDead, EngineRestarting, RequestInput
+from serving.requests import EngineDead, EngineRestarting, PoisonousRequest, RequestInput
 from ubatch import UBatchConfig
 
 pytestmark = pytest.mark.ranks
@@ -179,6 +179,29 @@ def test_a_failure_during_the_restart_counts_as_one_more() -> None:
         await kill_one(client)
         assert len(await running) == LONGER[0].max_tokens
         assert sum(client.restarts.values()) == 2
+
+    served.run(scenario())
+    served.close()
+
+
+@pytest.mark.parametrize("way", ["one rank", "data parallel"])
+def test_a_request_that_kills_engines_ends_alone(way: str) -> None:
+    """Each step that it is in raises; the others give what they give without it."""
+    served = Served(restarting(**WAYS[way]), run_poisonable_engine)
+    client = served.client
+
+    async def scenario() -> None:
+        undisturbed = await all_outputs(client, "before")
+        poisonous = asyncio.create_task(tokens_of(client, "poison", [1, POISON, 2], LONGER[0]))
+        assert await all_outputs(client, "after") == undisturbed
+        with pytest.raises(
+            PoisonousRequest, match=r"request .poison. has killed the engine .* ZeroDivisionError: poisoned"
+        ):
+            await poisonous
+        assert client.poisonous == 1
+        assert client.pause is None
+        assert 3 <= client.restarts["failed"] <= 7
+        assert await all_outputs(client, "again") == undisturbed
 
     served.run(scenario())
     served.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,9 @@ def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.Monke
 
     def body() -> None:
         monkeypatch.setattr(process, "_LOOK_OUT_S", 0.1)
-        monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=-1))
+        ours, parents = os.pipe()
+        os.close(parents)  # as the system does when a process ends
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=-1, sentinel=ours))
         with process.beating(Deaf(), 0):  # type: ignore[arg-type]
             time.sleep(20)
 

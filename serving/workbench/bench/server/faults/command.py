@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from serving.arguments.fields import Flag
+from serving.workbench.bench.link.command import signals_end_it
 from serving.workbench.bench.options import SERVER, Checkpoint, Dtype, ReportOptions
 from serving.workbench.bench.server.faults.asked import make_requests, with_stops
 from serving.workbench.bench.server.faults.kill import run_kills
@@ -75,7 +76,7 @@ def run(options: Options) -> int:
     if unknown:
         raise ConfigError(f"--only {' '.join(sorted(unknown))}: no such section. There are: {', '.join(SECTIONS)}.")
     found: dict[str, Found] = {}
-    with _setting(options) as setting:
+    with signals_end_it(), _setting(options) as setting:
         for name in options.only or SECTIONS:
             print(f"\n{name}", flush=True)
             found[name] = SECTIONS[name](setting)

@@ -1,0 +1,331 @@
+"""A process that has imported what ranks need, and forks them: a rank starts in milliseconds, not in seconds.
+
+    caller     begin            starts the server, which imports `PRELOADED` meanwhile
+               process.start()  sends a request: descriptors, among them a pipe for what the process is to run
+    server     forks; sends the process's id, and its exit status when it has ended
+    process    runs its function as one that `multiprocessing` spawns: with the caller's environment, folder, arguments,
+               main module, limit of open files, standard output and error
+
+The server does nothing else. It has one thread, as a fork takes only one along; it never touches a GPU; and it does not
+import Triton. It ignores SIGINT and SIGTERM, which often reach every process of a group while the caller still drains.
+
+Some libraries read the environment when they are loaded (OpenMP's, for example), and that is in the server. So a server
+forks only for the environment that it was started in. A caller whose variables have changed gets another one, and waits
+for its imports.
+
+A server ends with its caller, and its processes with it, whoever is killed: the system kills a process whose server has
+ended (PR_SET_PDEATHSIG). After that the next start begins a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from serving.processes import is_readable
+from ubatch.errors import UBatchError
+
+PRELOADED = ("serving.engine.rank.process", "attention.backends.native", "attention.backends.torch", "moe.experts.cpu")
+"""Modules that the server imports, and all that these import."""
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""Set for the server alone: numpy would start threads when it is imported."""
+_IGNORED = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
+_MOST_DESCRIPTORS = 64
+
+
+class CannotFork(UBatchError):
+    """The server of forks ends at once; what it wrote to standard error says why."""
+
+
+class _Child(Protocol):
+    """The server's process, to whoever has started it."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+    def wait(self) -> int:
+        """Wait for its end."""
+
+
+class ForkServer:
+    """A server, as its caller sees it.
+
+    Args:
+        connection: the caller's end of the socket between them.
+        process: the server's.
+        environ: the variables that it was started with; None if it forks for any.
+    """
+
+    def __init__(self, connection: socket.socket, process: _Child, environ: Mapping[str, str] | None) -> None:
+        self._connection, self._environ = connection, environ
+        self._end = weakref.finalize(self, _end, connection, process)
+
+    @classmethod
+    def start(cls) -> ForkServer:
+        """Start one for this process's environment. Returns at once, while it imports."""
+        environ = dict(os.environ)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            run = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({theirs.fileno()})"
+            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+            words = [sys.executable, *flags, "-c", run]
+            process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=environ | _ONE_THREAD)
+        return cls(ours, process, environ)
+
+    def fork(self, descriptors: Sequence[int]) -> None:
+        """Ask for a process; `descriptors` are those of `_run_forked`.
+
+        Raises:
+            OSError: the server is gone.
+        """
+        socket.send_fds(self._connection, [b"!"], list(descriptors))
+
+    def usable(self) -> bool:
+        """Whether it runs, and forks for this process's environment."""
+        same = self._environ is None or self._environ == dict(os.environ)
+        return same and not is_readable(self._connection.fileno())  # the server never writes there: it can only end
+
+    def close(self) -> None:
+        """End the server, and its processes with it."""
+        self._end()
+
+
+def _end(connection: socket.socket, process: _Child) -> None:
+    connection.close()
+    process.kill()  # it may still import
+    process.wait()
+
+
+_current: ForkServer | None = None
+_changing = threading.Lock()
+
+
+def begin() -> ForkServer:
+    """The server for this process and its environment; started if there is none. Call it early: importing takes long.
+
+    A server that is replaced ends with the last of its processes.
+    """
+    global _current
+    with _changing:
+        if _current is None or not _current.usable():
+            _current = ForkServer.start()
+        return _current
+
+
+def use(server: ForkServer | None) -> None:
+    """Fork from this server from now on; from a new one if it is None."""
+    global _current
+    _current = server
+
+
+os.register_at_fork(after_in_child=lambda: use(None))  # a child would share its parent's connection
+
+
+class ForkedProcess(BaseProcess):
+    """A process that the server forks, see `multiprocessing.Process`; it ends with this one.
+
+    `start` waits until the server has imported what it preloads; it raises `CannotFork` if it does not.
+    """
+
+    _start_method = "forkserver"
+
+    def __init__(self, *, target: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> _Forked:  # noqa: N802 - so multiprocessing calls it
+        return _Forked(process)
+
+
+class _Inherited(NamedTuple):
+    """What a process that is spawned would inherit from its caller."""
+
+    environ: Mapping[str, str]
+    open_files: tuple[int, int]
+
+
+class _Forked(popen_forkserver.Popen):
+    """The caller's side of a process; `multiprocessing` calls it.
+
+    Attributes:
+        sentinel: its end of a pipe, in which the server writes the process's id, and its exit status at the end.
+    """
+
+    def _launch(self, process: BaseProcess) -> None:
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(_Inherited(dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)), data)
+            reduction.dump(spawn.get_preparation_data(process.name), data)
+            reduction.dump(process, data)
+        finally:
+            set_spawning_popen(None)
+        try:
+            self._ask(data.getbuffer())
+        except (OSError, EOFError):  # the server has ended just now
+            try:
+                self._ask(data.getbuffer())
+            except (OSError, EOFError) as error:
+                raise CannotFork(f"the process that starts ranks has ended: {error}.") from error
+
+    def _ask(self, data: memoryview) -> None:
+        self._server = begin()  # it lives as long as one of its processes
+        self.sentinel, told = os.pipe()
+        received, sent = os.pipe()
+        self.finalizer = util.Finalize(self, _close, (sent, self.sentinel))  # a process whose `sent` is closed ends
+        try:
+            self._server.fork([received, told, 1, 2, *self._fds])  # type: ignore[attr-defined]
+        finally:
+            os.close(received)
+            os.close(told)
+        while data:
+            data = data[os.write(sent, data) :]
+        self.pid = forkserver.read_signed(self.sentinel)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """See `multiprocessing`: the exit status, or None."""
+        if self.returncode is None and is_readable(self.sentinel, 0 if flag == os.WNOHANG else None):
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.returncode = -signal.SIGKILL  # by the system, as the server has ended
+        return self.returncode
+
+    def _send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it ends just now
+                os.kill(self.pid, number)
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+def serve(connection: int) -> NoReturn:
+    """Main function of a server: import, then fork for whoever has the other end of the socket, until it is closed."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
+    for name in PRELOADED:
+        importlib.import_module(name)
+    serve_imported(connection, before)
+
+
+def serve_imported(connection: int, before: Mapping[signal.Signals, Any]) -> NoReturn:
+    """As `serve`, in a process that has imported all.
+
+    Args:
+        before: handlers of signals, for the processes.
+    """
+    gc.collect()
+    gc.freeze()  # what is imported is no garbage, and is shared as long as nobody writes to it
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    before = {**before, signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None)}
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    told: dict[int, int] = {}  # process id -> where to write its exit status
+    caller = socket.socket(fileno=connection)
+    watched: list[Any] = [caller, woken]
+    while True:
+        ready = select.select(watched, [], [])[0]
+        if woken in ready:
+            os.read(woken, 1 << 12)
+            _tell_of_ended(told)
+        if caller in ready:
+            asked, descriptors, _, _ = socket.recv_fds(caller, 1, _MOST_DESCRIPTORS)
+            if not asked:
+                os._exit(0)
+            server = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                _close(caller.detach(), woken, wake, *told.values())
+                _run_forked(server, *descriptors)
+            _, told[pid], *_ = descriptors
+            forkserver.write_signed(told[pid], pid)
+            _close(*(each for each in descriptors if each != told[pid]))
+
+
+def _tell_of_ended(told: dict[int, int]) -> None:
+    while told:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with suppress(BrokenPipeError):  # nobody waits for it any more
+            forkserver.write_signed(told[pid], os.waitstatus_to_exitcode(status))
+        _close(told.pop(pid))
+
+
+def _close(*descriptors: int) -> None:
+    for each in descriptors:
+        os.close(each)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def _run_forked(server: int, received: int, told: int, out: int, err: int, *others: int) -> NoReturn:
+    """Main function of a process.
+
+    Args:
+        received: pipe in which the caller writes what to run; its other end is closed when the caller ends.
+        told: not for this process.
+        out, err: the caller's standard output and error.
+        others: descriptors within what is received.
+    """
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        _close(told, out, err)
+        forkserver._forkserver._inherited_fds = list(others)  # type: ignore[attr-defined]  # `DupFd` takes them there
+        status = _main(received)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _main(received: int) -> int:
+    """As `multiprocessing.spawn._main`."""
+    caller = os.dup(received)
+    itself = multiprocessing.current_process()
+    with os.fdopen(received, "rb") as file:
+        itself._inheriting = True  # type: ignore[attr-defined]
+        try:
+            inherited: _Inherited = pickle.load(file)
+            if dict(os.environ) != inherited.environ:
+                os.environ.clear()
+                os.environ.update(inherited.environ)
+            resource.setrlimit(resource.RLIMIT_NOFILE, inherited.open_files)
+            spawn.prepare(pickle.load(file))
+            process = pickle.load(file)
+        finally:
+            del itself._inheriting  # type: ignore[attr-defined]
+    status: int = process._bootstrap(caller)
+    return status

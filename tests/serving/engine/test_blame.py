@@ -1,0 +1,183 @@
+"""Whose fault a failure is: the table, and what is found of real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+from engine_mains import POISON, run_poisonable_engine, tiny, tokens_of, wait_for
+
+from model_runner import SamplingParams
+from serving.engine import EngineClient, EngineOptions
+from serving.engine import client as client_module
+from serving.engine.blame import Blame, blame
+from serving.engine.kept import KeptOfRank
+from serving.engine.launch import LocalEngines
+from serving.engine.restarts import RestartReason
+from serving.engine.step_record import InStep, StepRecord, read_steps
+from serving.engine.wire.messages import Failed, NodeFound, RankFound, decode_from_engine, encode
+from serving.engine.wire.rendezvous import Place
+from serving.requests import EngineDead
+
+KILLED, EXITED, HUNG = RestartReason.KILLED, RestartReason.EXITED, RestartReason.HUNG
+FAILED, UNREACHABLE = RestartReason.FAILED, RestartReason.UNREACHABLE
+
+
+def running(*requests: str, state: str = "S") -> RankFound:
+    return RankFound(InStep(True, requests), state)
+
+
+def killed(number: int) -> Failed:
+    return Failed(1, "was killed", reason=KILLED, signal=number)
+
+
+OWN = Failed(1, "boom", name="ValueError", traceback="Traceback")
+ECHO = Failed(1, "rank 0 failed", "UBatchError", "PeerFailed", "Traceback", echo=True)
+EXIT = Failed(1, "died with exit status 3", reason=EXITED)
+SILENT = Failed(1, "hangs", reason=HUNG)
+LOST = Failed(1, "is lost", reason=UNREACHABLE)
+OUTSIDE = RankFound(InStep(), "S")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("failed", "state", "own"),
+    [
+        *((killed(number), "", True) for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE)),
+        (killed(signal.SIGILL), "", True),
+        *((killed(number), "", False) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+        (EXIT, "", True),
+        (OWN, "", True),
+        (OWN, "R", True),
+        (ECHO, "", False),
+        *((SILENT, state, True) for state in "RSD"),
+        *((SILENT, state, False) for state in ("T", "t", "Z", "")),
+        (LOST, "S", False),
+    ],
+)
+def test_whose_fault_it_is(failed: Failed, state: str, own: bool, inside: bool) -> None:
+    found = {failed.rank: RankFound(InStep(inside, ("a",) * inside), state)}
+    wanted = Blame(failed.reason, True, ("a",)) if own and inside else Blame(failed.reason)
+    assert blame(tiny(2), failed, found) == wanted
+
+
+RANKS = {0: running("a", "b"), 1: running("b", "c"), 2: running("d"), 3: OUTSIDE}
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "wanted"),
+    [
+        (tiny(4), RANKS, "bc"),
+        (tiny(4, expert_parallel=True), RANKS, "bcad"),
+        (tiny(2, tensor_parallel_size=2), RANKS, "bca"),
+        # A rank without requests may fail in a step that has others'.
+        (tiny(2, expert_parallel=True), {0: running("a"), 1: running()}, "a"),
+        (tiny(2, expert_parallel=True), {0: running("a"), 1: OUTSIDE}, None),
+        # Nobody knows the other rank's requests, or not even those of the failed one.
+        (tiny(2, expert_parallel=True), {1: running("b")}, "b"),
+        (tiny(2, expert_parallel=True), {0: running("b")}, None),
+        # A peer is stopped: what happens to those that wait for it is not their fault.
+        (tiny(2, expert_parallel=True), {0: running("a", state="T"), 1: running("b")}, None),
+        (tiny(2), {0: running("a", state="T"), 1: running("b")}, "b"),
+    ],
+)
+@pytest.mark.parametrize("failed", [killed(signal.SIGSEGV), OWN, SILENT])
+def test_which_requests_were_in_the_step(
+    options: EngineOptions, found: Mapping[int, RankFound], wanted: str | None, failed: Failed
+) -> None:
+    expected = Blame(failed.reason) if wanted is None else Blame(failed.reason, True, tuple(wanted))
+    assert blame(options, failed, found) == expected
+
+
+def test_a_rank_of_another_machine_says_itself_what_it_was_doing() -> None:
+    failed = Failed(1, "boom", name="ValueError", traceback="Traceback", in_step=InStep(True, ("b",)))
+    assert decode_from_engine(encode(failed)) == failed
+    assert blame(tiny(2, expert_parallel=True), failed, {0: running("a")}) == Blame(FAILED, True, ("b", "a"))
+
+
+def test_what_a_node_found_travels() -> None:
+    message = NodeFound(1, {2: running("a"), 3: OUTSIDE})
+    assert decode_from_engine(encode(message)) == message
+
+
+def abort_or_stop(options: EngineOptions, rank: int, place: Place) -> None:
+    """Rank 0 crashes in a step, rank 1 is stopped in one, rank 2 is killed before its first."""
+    assert place.kept is not None
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    StepRecord(place.kept.steps).begin([f"of rank {rank}"])
+    faulthandler.disable()
+    os.kill(os.getpid(), signal.SIGABRT if rank == 0 else signal.SIGSTOP)
+
+
+def test_what_is_found_of_real_processes(tmp_path: Path) -> None:
+    options = tiny(3)
+    kept = {rank: KeptOfRank() for rank in range(3)}
+    for each in kept.values():
+        StepRecord(each.steps).begin(["of an earlier process"])
+    engines = LocalEngines(options, Place(tmp_path), abort_or_stop, kept)
+    try:
+        deadline = time.monotonic() + 60
+        while (found := engines.found())[1].state != "T" or None in map(engines.exit_status, (0, 2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ended = engines.ended(0)
+        assert (ended.reason, ended.signal) == (KILLED, signal.SIGABRT)
+        assert blame(options, ended, found) == Blame(KILLED, True, ("of rank 0",))
+        hung = Failed(1, "hangs", reason=HUNG)
+        assert found[1].in_step == InStep(True, ("of rank 1",))
+        assert blame(options, hung, found) == Blame(HUNG)
+        ended = engines.ended(2)
+        assert (ended.reason, ended.signal) == (KILLED, signal.SIGKILL)
+        assert found[2].in_step == InStep()
+    finally:
+        engines.kill()
+        for each in kept.values():
+            each.close()
+
+
+@pytest.mark.parametrize("how", [{"ranks": 2, "expert_parallel": True}, {"tensor_parallel_size": 2}])
+def test_a_poisonous_request_was_in_the_step_of_all_ranks(how: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    options, kept = tiny(**how), {rank: KeptOfRank() for rank in range(2)}
+    monkeypatch.setattr(client_module, "LocalEngines", partial(LocalEngines, kept=kept))
+    reports: list[Failed] = []
+
+    async def scenario() -> Blame:
+        client = await EngineClient.start(options, engine_main=run_poisonable_engine)
+        engines, report = client._engines, client._liveness.report
+        assert engines is not None
+        client._liveness.report = lambda failed: (reports.append(failed), report(failed))  # type: ignore[method-assign, assignment, func-returns-value]
+        try:
+            assert await tokens_of(client, "first", [1], SamplingParams(max_tokens=2))
+            assert await wait_for(lambda: not any(each.in_step.inside for each in engines.found().values()))  # paused
+            long = SamplingParams(max_tokens=400, ignore_eos=True)
+            streams = [asyncio.create_task(tokens_of(client, name, [1, 2], long)) for name in ("a", "b")]
+            assert await wait_for(lambda: client.statistics[0].generation_tokens > 2)
+            with pytest.raises(EngineDead, match="poisoned"):
+                await tokens_of(client, "poison", [POISON] * 300, long)
+            for stream in streams:
+                with pytest.raises(EngineDead):
+                    await stream
+            own = next(failed for failed in reports if failed.name == "ZeroDivisionError")
+            assert own.in_step.inside
+            assert "poison" in own.in_step.requests
+            return blame(options, own, engines.found())
+        finally:
+            await client.close()
+
+    try:
+        found = asyncio.run(scenario())
+        assert found.reason is FAILED
+        assert found.inside
+        assert "poison" in found.requests
+        assert all(read_steps(each.steps).inside for each in kept.values())
+    finally:
+        for each in kept.values():
+            each.close()
