@@ -51,7 +51,7 @@ _BENCHMARKS = {
     "serve": ("server.serve", "a load on an OpenAI-compatible server: latency and throughput"),
     "abuse": ("server.abuse", "a server under attack during a steady load: checks that it keeps serving"),
     "faults": (
-        "server.faults",
+        "faults",
         "engines that are killed, hang or fail: checks that requests go on; what a restart costs",
     ),
     "fairness": ("server.fairness", "how much long prompts delay decoding requests, and what a limit costs"),

@@ -14,10 +14,10 @@ from repository import TINY_MOE
 
 from model_runner import SamplingParams
 from model_runner.sampling.draws import uniform
-from serving.workbench.bench.server.faults import Options, run
-from serving.workbench.bench.server.faults.answers import Answer, Asked, Choice
-from serving.workbench.bench.server.faults.asked import KINDS, make_requests, with_stops
-from serving.workbench.bench.server.faults.compare import (
+from serving.workbench.bench.faults import Options, run
+from serving.workbench.bench.faults.answers import Answer, Asked, Choice
+from serving.workbench.bench.faults.asked import KINDS, make_requests, with_stops
+from serving.workbench.bench.faults.compare import (
     Difference,
     Verdict,
     first_differences,
@@ -25,16 +25,16 @@ from serving.workbench.bench.server.faults.compare import (
     missing,
     same_logprobs,
 )
-from serving.workbench.bench.server.faults.judge import (
+from serving.workbench.bench.faults.judge import (
     faults_of_answers,
     faults_of_end,
     faults_of_restarts,
     faults_of_series,
     trend,
 )
-from serving.workbench.bench.server.faults.pause import errors_at, tokens_after
-from serving.workbench.bench.server.faults.referee import Tally
-from serving.workbench.bench.server.faults.victims import Ended, Footprint
+from serving.workbench.bench.faults.pause import errors_at, tokens_after
+from serving.workbench.bench.faults.referee import Tally
+from serving.workbench.bench.faults.victims import Ended, Footprint
 
 TOKENS = [5, 6, 7, 8]
 

@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.workbench.bench.server.faults.answers import Answer, Asked, ask_all
-from serving.workbench.bench.server.faults.compare import Verdict
-from serving.workbench.bench.server.faults.faulty import FOLDER, PROGRAM
-from serving.workbench.bench.server.faults.judge import faults_of_answers, faults_of_end
-from serving.workbench.bench.server.faults.load import NotHealthy, kill_engines, running_load
-from serving.workbench.bench.server.faults.referee import Tally
-from serving.workbench.bench.server.faults.setting import EXPERT_PARALLEL, Found, Setting
-from serving.workbench.bench.server.faults.victims import Ended, Subject
+from serving.workbench.bench.faults.answers import Answer, Asked, ask_all
+from serving.workbench.bench.faults.compare import Verdict
+from serving.workbench.bench.faults.faulty import FOLDER, PROGRAM
+from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end
+from serving.workbench.bench.faults.load import NotHealthy, kill_engines, running_load
+from serving.workbench.bench.faults.referee import Tally
+from serving.workbench.bench.faults.setting import EXPERT_PARALLEL, Found, Setting
+from serving.workbench.bench.faults.victims import Ended, Subject
 from serving.workbench.bench.statistics import table
 from ubatch import UBatchError
 
@@ -52,12 +52,11 @@ class Poisoned:
         own = {name: value for name, value in vars(self).items() if name not in ("others", "ended")}
         return {**own, "others": self.others.as_json(), "ended": asdict(self.ended)}
 
-    def faults(self, *, stream: bool, exact: bool) -> list[str]:
-        status = 200 if stream else 500  # a stream has begun before it fails
+    def faults(self, *, exact: bool) -> list[str]:
         broken = {
             "the poisonous request was answered": self.error is None,
             f"it ended with {self.error}, code {self.code}": self.error is not None and self.code != _CODE,
-            f"it ended with HTTP status {self.status}": self.error is not None and self.status != status,
+            f"it ended with HTTP status {self.status}": self.error is not None and self.status != 500,
         }
         found = [what for what, is_so in broken.items() if is_so]
         found += faults_of_answers(self.others, exact=exact) + faults_of_end(self.ended)
@@ -76,7 +75,7 @@ def run_poison(setting: Setting) -> Found:
                 parts = asyncio.run(_ask_with(setting, subject, token, stream=stream))
                 poisoned = Poisoned(name, ended=subject.end(), **parts)
         done.append(poisoned)
-        faults += poisoned.faults(stream=stream, exact=setting.exact)
+        faults += poisoned.faults(exact=setting.exact)
     _print(done)
     return Found([each.as_json() for each in done], faults)
 

@@ -11,6 +11,6 @@ nothing happens.
     judge, command    what was promised; flags, tables, and the verdict
 """
 
-from serving.workbench.bench.server.faults.command import Options, run
+from serving.workbench.bench.faults.command import Options, run
 
 __all__ = ["Options", "run"]

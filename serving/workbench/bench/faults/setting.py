@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving.workbench.bench.server.faults.answers import Answer, Asked
-from serving.workbench.bench.server.faults.referee import Referee
-from serving.workbench.bench.server.faults.victims import Subject, subject
+from serving.workbench.bench.faults.answers import Answer, Asked
+from serving.workbench.bench.faults.referee import Referee
+from serving.workbench.bench.faults.victims import Subject, subject
 
 EXPERT_PARALLEL = ("--data-parallel-size=2", "--enable-expert-parallel")
 LANES = ("--enable-dbo", "--dbo-decode-token-threshold=4", "--dbo-prefill-token-threshold=8")

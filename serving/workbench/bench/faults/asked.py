@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from serving.workbench.bench.server.faults.answers import Answer, Asked
+from serving.workbench.bench.faults.answers import Answer, Asked
 
 _STOP_CHARACTERS = 6
 _SCHEMA: Mapping[str, Any] = {"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60}

@@ -14,8 +14,8 @@ from itertools import cycle
 
 import httpx
 
-from serving.workbench.bench.server.faults.answers import Answer, Asked, ask
-from serving.workbench.bench.server.faults.victims import Subject
+from serving.workbench.bench.faults.answers import Answer, Asked, ask
+from serving.workbench.bench.faults.victims import Subject
 
 _AFTER_ERROR_S = 0.5
 _END_S = 300.0

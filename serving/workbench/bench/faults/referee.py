@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from model_runner import SamplingParams
-from serving.workbench.bench.server.faults.answers import Answer, Asked, Choice, ask_all
-from serving.workbench.bench.server.faults.compare import (
+from serving.workbench.bench.faults.answers import Answer, Asked, Choice, ask_all
+from serving.workbench.bench.faults.compare import (
     Difference,
     Verdict,
     first_differences,

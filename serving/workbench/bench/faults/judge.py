@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving.workbench.bench.server.faults.compare import Verdict
-from serving.workbench.bench.server.faults.referee import Tally
-from serving.workbench.bench.server.faults.setting import MOST_EXCUSED
-from serving.workbench.bench.server.faults.victims import Ended, Footprint
+from serving.workbench.bench.faults.compare import Verdict
+from serving.workbench.bench.faults.referee import Tally
+from serving.workbench.bench.faults.setting import MOST_EXCUSED
+from serving.workbench.bench.faults.victims import Ended, Footprint
 
 _NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": 1.0}
 """Growth that is none: a share of the memory, and numbers of descriptors and threads."""

@@ -18,18 +18,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from serving.workbench.bench.peers.process import wait_for_rest
-from serving.workbench.bench.server.faults.answers import Asked
-from serving.workbench.bench.server.faults.judge import faults_of_answers, faults_of_end, faults_of_series, trend
-from serving.workbench.bench.server.faults.load import Load, kill, running_load
-from serving.workbench.bench.server.faults.setting import (
+from serving.workbench.bench.faults.answers import Asked
+from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_series, trend
+from serving.workbench.bench.faults.load import Load, kill, running_load
+from serving.workbench.bench.faults.setting import (
     AGAIN_S,
     EXPERT_PARALLEL,
     UNLIMITED,
     Found,
     Setting,
 )
-from serving.workbench.bench.server.faults.victims import Footprint, Subject, footprint, subject
+from serving.workbench.bench.faults.victims import Footprint, Subject, footprint, subject
+from serving.workbench.bench.peers.process import wait_for_rest
 from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import greedy_tasks, send_and_check

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_runner import ModelRunner, PendingStep, Step
+from model_runner import ModelRunner, PendingStep, ScheduledRequest, Step
 from moe import FusedMoEModularKernel
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
@@ -60,7 +61,7 @@ def run_faulty_engine(options: EngineOptions, rank: int, place: Place) -> None:
     launch, forward = ModelRunner.launch, FusedMoEModularKernel.forward
     poison = _read_poison(folder)
 
-    def launch_or_fail(runner: ModelRunner, step: Step) -> PendingStep:
+    def launch_or_fail(runner: ModelRunner, step: Step | Sequence[ScheduledRequest]) -> PendingStep:
         if poison is not None:
             _fail_if_poisoned(step, *poison)
         if _told(folder / "raise"):
@@ -100,8 +101,9 @@ def _read_poison(folder: Path) -> tuple[int, str] | None:
     return int(token), how
 
 
-def _fail_if_poisoned(step: Step, token: int, how: str) -> None:
-    for share in getattr(step, "shares", step):  # warming up, a step is a list of shares
+def _fail_if_poisoned(step: Step | Sequence[ScheduledRequest], token: int, how: str) -> None:
+    shares: Sequence[ScheduledRequest] = step.shares if isinstance(step, Step) else step  # as when an engine warms up
+    for share in shares:
         request = share.request
         if token in request.token_ids[: request.num_prompt_tokens]:
             if how == "segfault":

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from serving.workbench.bench.server.faults.compare import Verdict
-from serving.workbench.bench.server.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
-from serving.workbench.bench.server.faults.load import NotHealthy, kill_engines, running_load
-from serving.workbench.bench.server.faults.referee import Tally
-from serving.workbench.bench.server.faults.setting import (
+from serving.workbench.bench.faults.compare import Verdict
+from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
+from serving.workbench.bench.faults.load import NotHealthy, kill_engines, running_load
+from serving.workbench.bench.faults.referee import Tally
+from serving.workbench.bench.faults.setting import (
     AGAIN_S,
     EXPERT_PARALLEL,
     LANES,
@@ -21,7 +21,7 @@ from serving.workbench.bench.server.faults.setting import (
     Found,
     Setting,
 )
-from serving.workbench.bench.server.faults.victims import Ended, Subject
+from serving.workbench.bench.faults.victims import Ended, Subject
 from serving.workbench.bench.server.load import read_metrics
 from serving.workbench.bench.server.requests import Server
 from serving.workbench.bench.statistics import table

@@ -21,7 +21,7 @@ from torch import Tensor
 from model_runner import SamplingParams
 from model_runner.sampling.draws import uniform
 from model_runner.sampling.penalties import SamplingRow, adjust_logits
-from serving.workbench.bench.server.faults.answers import Answer, Asked, Choice
+from serving.workbench.bench.faults.answers import Answer, Asked, Choice
 
 NEAR = 1e-4
 """Logits that are as close as this tie; a draw as close as this to an edge may fall on either side."""

@@ -10,17 +10,17 @@ from typing import Annotated
 from pydantic import Field
 
 from serving.arguments.fields import Flag
+from serving.workbench.bench.faults.asked import make_requests, with_stops
+from serving.workbench.bench.faults.kill import run_kills
+from serving.workbench.bench.faults.nodes import run_nodes
+from serving.workbench.bench.faults.others import run_others
+from serving.workbench.bench.faults.pause import run_cost, run_pause, run_soak
+from serving.workbench.bench.faults.poison import run_limit, run_poison
+from serving.workbench.bench.faults.referee import FLAGS, Referee
+from serving.workbench.bench.faults.setting import Found, Setting, Sizes
+from serving.workbench.bench.faults.victims import Subject, subject
 from serving.workbench.bench.link.command import signals_end_it
 from serving.workbench.bench.options import SERVER, Checkpoint, Dtype, ReportOptions
-from serving.workbench.bench.server.faults.asked import make_requests, with_stops
-from serving.workbench.bench.server.faults.kill import run_kills
-from serving.workbench.bench.server.faults.nodes import run_nodes
-from serving.workbench.bench.server.faults.others import run_others
-from serving.workbench.bench.server.faults.pause import run_cost, run_pause, run_soak
-from serving.workbench.bench.server.faults.poison import run_limit, run_poison
-from serving.workbench.bench.server.faults.referee import FLAGS, Referee
-from serving.workbench.bench.server.faults.setting import Found, Setting, Sizes
-from serving.workbench.bench.server.faults.victims import Subject, subject
 from serving.workbench.bench.server.load import token_pool
 from ubatch import ConfigError
 
@@ -43,7 +43,7 @@ class Options(ReportOptions):
     """What to disturb, and how often."""
 
     unwritten = frozenset({"model"})
-    measures = (*SERVER, "serving/workbench/bench/server/faults")
+    measures = (*SERVER, "serving/workbench/bench/faults")
 
     model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
     only: Annotated[tuple[str, ...], Field(description=f"sections: {', '.join(SECTIONS)}; all if none")] = ()

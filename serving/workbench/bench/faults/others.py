@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from serving.workbench.bench.server.faults.faulty import FOLDER, PROGRAM
-from serving.workbench.bench.server.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
-from serving.workbench.bench.server.faults.load import kill, running_load
-from serving.workbench.bench.server.faults.referee import Tally
-from serving.workbench.bench.server.faults.setting import (
+from serving.workbench.bench.faults.faulty import FOLDER, PROGRAM
+from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
+from serving.workbench.bench.faults.load import kill, running_load
+from serving.workbench.bench.faults.referee import Tally
+from serving.workbench.bench.faults.setting import (
     AGAIN_S,
     EXPERT_PARALLEL,
     LANES,
@@ -25,7 +25,7 @@ from serving.workbench.bench.server.faults.setting import (
     Found,
     Setting,
 )
-from serving.workbench.bench.server.faults.victims import Subject
+from serving.workbench.bench.faults.victims import Subject
 from serving.workbench.bench.statistics import table
 
 _PROGRESS_S = 1.0
