@@ -51,6 +51,10 @@ _BENCHMARKS = {
     ),
     "serve": ("server.serve", "a load on an OpenAI-compatible server: latency and throughput"),
     "abuse": ("server.abuse", "a server under attack during a steady load: checks that it keeps serving"),
+    "faults": (
+        "faults",
+        "engines that are killed, hang or fail: checks that requests go on; what a restart costs",
+    ),
     "fairness": ("server.fairness", "how much long prompts delay decoding requests, and what a limit costs"),
     "link": ("link", "settings of overlap over a real link between two servers; needs root"),
     "engine": ("server.compare", "whole engines: offline and served, with overlap, and the scheduler"),

@@ -40,6 +40,8 @@ from serving.api.http.connections import (
 from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
 from serving.engine.client import EngineClient
+from serving.engine.launch import EngineMain
+from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
 from serving.engine_metrics import show_cache, show_restarts
 from serving.generation_config import request_defaults
@@ -65,8 +67,11 @@ _SICK_S = 2.0
 """After that, seconds for which `/health` and `/live` report why before the server ends."""
 
 
-def run_server(command: Command) -> int:
+def run_server(command: Command, *, engine_main: EngineMain = run_engine) -> int:
     """Serve until told to end; the exit status is 0 after a drain.
+
+    Args:
+        engine_main: main function of the ranks' processes.
 
     Raises:
         ConfigError, CheckpointError: the model cannot be served like this.
@@ -76,7 +81,7 @@ def run_server(command: Command) -> int:
     files = raise_file_limit()
     with listening(command.settings["host"], command.settings["port"]) as listener:
         try:
-            return asyncio.run(_Serve(command, listener, files).run())
+            return asyncio.run(_Serve(command, listener, files, engine_main).run())
         finally:
             for number in _SIGNALS:  # everything has ended: a signal needs no handling now
                 signal.signal(number, signal.SIG_DFL)
@@ -134,11 +139,13 @@ class _Serve:
         command: what to serve, and how.
         listener: the socket to listen on, already bound.
         files: limit of open files.
+        engine_main: main function of the ranks' processes.
     """
 
-    def __init__(self, command: Command, listener: socket.socket, files: int) -> None:
+    def __init__(self, command: Command, listener: socket.socket, files: int, engine_main: EngineMain) -> None:
         self.settings: Settings = command.settings
         self.options = command.engine
+        self.engine_main = engine_main
         names = self.settings["served_model_name"]
         self.names: tuple[str, ...] = (names,) if isinstance(names, str) else names
         self.listener = listener
@@ -170,7 +177,7 @@ class _Serve:
             reason = f"the checkpoint names several, and none {DEFAULT}"
             log_event(_logger, f"chat template {template.name}", reason=reason)
         turns = self._turns(None if template is None else ChatTemplate.of(tokenizer, tools=True))
-        client = await _unless(stop.came, EngineClient.start(self.options))
+        client = await _unless(stop.came, EngineClient.start(self.options, engine_main=self.engine_main))
         if client is None:
             log_event(_logger, "interrupted while starting", signal=signal.Signals(stop.number).name)
             return 128 + stop.number

@@ -37,6 +37,7 @@ PEERS = f"bench peers {TINY} --vllm true"
         (f"bench peers {TINY} --transformers true --only served", "served needs --vllm"),
         (f"{PEERS} --first-input-len 99999", "Lower --input-len"),
         (f"bench abuse {TINY} --only nothing", "prompts of 900 tokens arrive"),
+        (f"bench faults {TINY} --only kills", "no such section. There are: kill, others"),
         (f"{STEP} --kernels native --kv-cache-memory 320K", "Raise --kv-cache-memory"),
         (f"bench overlap --model {TINY} --layers 4", "layers is 4, but"),
         ("bench speculation --batches 9 --prompts 8", "Raise --prompts"),

@@ -109,7 +109,7 @@ def run(options: Options) -> int:
     """
     _check(options)
     results: list[dict[str, Any]] = []
-    with _signals_end_it(), ExitStack() as stack:
+    with signals_end_it(), ExitStack() as stack:
         joined = stack.enter_context(network())
         model = options.model or stack.enter_context(_random_model(options))
         stack.callback(options.write, {"links": results})
@@ -155,7 +155,7 @@ def _random_model(options: Options) -> Iterator[Path]:
 
 
 @contextmanager
-def _signals_end_it() -> Iterator[None]:
+def signals_end_it() -> Iterator[None]:
     """SIGTERM, SIGHUP and Ctrl-C raise; while the run cleans up after the first, further ones are ignored."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -16,6 +16,7 @@ typedef struct {
     volatile int64_t delay_ns;
     volatile double ns_per_byte; // 0: unlimited
     volatile int64_t ending;
+    volatile int64_t cut; // packets are lost
 } direction;
 
 typedef struct packet {
@@ -57,6 +58,10 @@ int ubatch_carry(int from, int to, direction *d) {
             if (p->length <= 0) {
                 p->next = spare, spare = p;
                 break;
+            }
+            if (d->cut) {
+                p->next = spare, spare = p;
+                continue;
             }
             int64_t start = now();
             free_at = (free_at > start ? free_at : start) + (int64_t)(p->length * d->ns_per_byte);

@@ -48,7 +48,12 @@ class Speed:
 class _Direction(ctypes.Structure):
     """As in `tunnel.c`."""
 
-    _fields_ = (("delay_ns", ctypes.c_int64), ("ns_per_byte", ctypes.c_double), ("ending", ctypes.c_int64))
+    _fields_ = (
+        ("delay_ns", ctypes.c_int64),
+        ("ns_per_byte", ctypes.c_double),
+        ("ending", ctypes.c_int64),
+        ("cut", ctypes.c_int64),
+    )
 
 
 class Tunnel:
@@ -70,6 +75,11 @@ class Tunnel:
         for direction in self._directions:
             direction.delay_ns = int(speed.delay_us * 1e3)
             direction.ns_per_byte = 8e3 / speed.mbit if speed.mbit else 0.0
+
+    def cut(self, *, cut: bool = True) -> None:
+        """Lose all packets of both directions, or carry them again."""
+        for direction in self._directions:
+            direction.cut = cut
 
     def close(self) -> None:
         for direction in self._directions:

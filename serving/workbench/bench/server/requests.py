@@ -271,7 +271,7 @@ async def send(server: Server, client: httpx.AsyncClient, task: Task, started: f
 async def _read_stream(response: httpx.Response, reading: _Reading, cancel_after: int | None) -> Status:
     """Read to the end after `[DONE]`, or until `cancel_after` events; returning then closes the connection."""
     done = False
-    async with aclosing(_events(response)) as events:
+    async with aclosing(read_events(response)) as events:
         async for payload, now in events:
             if payload == b"[DONE]":
                 done = True
@@ -284,7 +284,7 @@ async def _read_stream(response: httpx.Response, reading: _Reading, cancel_after
     raise RequestFailed("the stream ended without [DONE].")
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[tuple[bytes, float], None]:
+async def read_events(response: httpx.Response) -> AsyncGenerator[tuple[bytes, float], None]:
     """The `data:` lines of server-sent events, and the time at which each was read."""
     rest = b""
     chunks = cast("AsyncGenerator[bytes, None]", response.aiter_bytes())  # httpx's annotation is too wide

@@ -1,0 +1,197 @@
+"""Requests of `ubatch bench faults`, and everything that their answers say: texts, tokens, log-probabilities, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+from serving.workbench.bench.server.requests import RequestFailed, Server, read_events, refused
+
+_PATH = "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request.
+
+    Attributes:
+        kind: what it tries, such as `penalties`.
+        stream: whether its answer is streamed.
+        fields: fields of its body, besides the model and the prompt.
+    """
+
+    kind: str
+    prompt: tuple[int, ...]
+    stream: bool
+    fields: Mapping[str, Any]
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.fields.get("temperature", 1))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether every answer must be the same."""
+        return not self.sampled or "seed" in self.fields
+
+    @property
+    def outputs(self) -> int:
+        return int(self.fields.get("n", 1))
+
+    def seed(self, output: int) -> int:
+        """The seed of one of its outputs."""
+        return int(self.fields.get("seed", 0)) + output
+
+    def body(self, model: str) -> dict[str, Any]:
+        body = {"model": model, "prompt": list(self.prompt), "stream": self.stream, "return_token_ids": True}
+        return body | dict(self.fields) | ({"stream_options": {"include_usage": True}} if self.stream else {})
+
+    def __str__(self) -> str:
+        how = "seeded" if "seed" in self.fields else "unseeded"
+        return f"{self.kind}, {'streamed' if self.stream else 'whole'}, {how if self.sampled else 'greedy'}"
+
+
+@dataclass
+class Choice:
+    """One output.
+
+    Attributes:
+        tokens: its token ids.
+        logprobs: of each token, where they were asked for.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class Answer:
+    """What came of a request.
+
+    Attributes:
+        choices: one per output.
+        completion_tokens: the server's count; None if it gave none.
+        times: when something with tokens came, by `time.monotonic()`.
+        error: why there is no answer, or no whole one; None if there is.
+        code: the error's code, such as `poisonous_request`, if the server named one.
+    """
+
+    choices: list[Choice]
+    completion_tokens: int | None = None
+    times: list[float] = field(default_factory=list)
+    error: str | None = None
+    code: str | None = None
+    status: int | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Payload(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Payload).decode
+
+
+async def ask(
+    server: Server, client: httpx.AsyncClient, asked: Asked, told: Callable[[Answer], object] = lambda _: None
+) -> Answer:
+    """Send a request and read its answer to the end; a failure is part of the answer. `told` is called whenever tokens
+    have come."""
+    answer = Answer([Choice() for _ in range(asked.outputs)])
+    try:
+        async with client.stream("POST", _PATH, json=asked.body(server.model)) as response:
+            answer.status = response.status_code
+            if response.status_code != httpx.codes.OK:
+                content = await response.aread()
+                answer.code = _code_of(content)
+                raise refused(response, content)
+            if asked.stream:
+                await _read_stream(response, answer, told)
+            else:
+                _take(answer, await response.aread())
+                told(answer)
+    except (httpx.HTTPError, RequestFailed) as failure:
+        answer.error = f"{type(failure).__name__}: {failure}"
+    return answer
+
+
+async def ask_all(server: Server, requests: Sequence[Asked]) -> list[Answer]:
+    """The answers to requests that are sent all at once."""
+    async with server.client() as client:
+        return list(await asyncio.gather(*(ask(server, client, each) for each in requests)))
+
+
+async def _read_stream(response: httpx.Response, answer: Answer, told: Callable[[Answer], object]) -> None:
+    done = False
+    async with aclosing(read_events(response)) as events:
+        async for payload, _ in events:
+            if payload == b"[DONE]":
+                done = True
+            else:
+                _take(answer, payload)
+                told(answer)
+    if not done:
+        raise RequestFailed("the stream ended without [DONE].")
+
+
+def _take(answer: Answer, payload: bytes) -> None:
+    """Add a whole answer, or an event of a stream."""
+    try:
+        read = _decode(payload)
+    except msgspec.MsgspecError as error:
+        raise RequestFailed(f"not an answer of the API ({error}): {payload[:200]!r}") from error
+    if read.error is not None:
+        answer.code = _code_of(payload)
+        raise RequestFailed(str(read.error.get("message", read.error)) if isinstance(read.error, dict) else read.error)
+    if read.usage is not None:
+        answer.completion_tokens = read.usage.completion_tokens
+    for each in read.choices:
+        if each.index >= len(answer.choices):
+            raise RequestFailed(f"output {each.index} was not asked for.")
+        choice = answer.choices[each.index]
+        if choice.finish_reason is not None:
+            raise RequestFailed(f"output {each.index} goes on after its end ({choice.finish_reason}).")
+        choice.text += each.text or ""
+        choice.tokens += each.token_ids or ()
+        choice.logprobs += [
+            value for value in (each.logprobs.token_logprobs if each.logprobs else ()) if value is not None
+        ]
+        choice.finish_reason = each.finish_reason
+        if each.token_ids:
+            answer.times.append(time.monotonic())
+
+
+def _code_of(content: bytes) -> str | None:
+    """The code of an error of the API, if it has one."""
+    try:
+        error = _decode(content).error
+    except msgspec.MsgspecError:
+        return None
+    code = error.get("code") if isinstance(error, dict) else None
+    return None if code is None else str(code)

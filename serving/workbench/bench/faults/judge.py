@@ -1,0 +1,86 @@
+"""Compare what was seen with what was promised; returns the faults. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from serving.workbench.bench.faults.compare import Verdict
+from serving.workbench.bench.faults.referee import Tally
+from serving.workbench.bench.faults.setting import MOST_EXCUSED
+from serving.workbench.bench.faults.victims import Ended, Footprint
+
+_NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": 1.0}
+"""Growth that is none: a share of the memory, and numbers of descriptors and threads."""
+
+
+def faults_of_answers(tally: Tally, *, exact: bool) -> list[str]:
+    """Faults in the answers that came while a server was disturbed."""
+    lost, wrong, excused = (tally.counts[each] for each in (Verdict.LOST, Verdict.WRONG, Verdict.EXCUSED))
+    first = "; ".join(tally.problems[:2])
+    broken = {
+        "no request was answered": not tally.requests,
+        f"{lost} of {tally.requests} requests were lost: {first}": lost,
+        f"{wrong} of {tally.requests} requests got another text: {first}": wrong and exact,
+        f"{excused} of {tally.requests} texts differ where rounding decides": (
+            excused > max(1.0, MOST_EXCUSED * tally.requests) and exact
+        ),
+    }
+    return [what for what, is_so in broken.items() if is_so]
+
+
+def faults_of_end(ended: Ended, *, status: int = 0) -> list[str]:
+    """Faults in the end of a server that had to end with this exit status."""
+    broken = {
+        f"the server ended with status {ended.status}": ended.status != status,
+        f"{len(ended.processes)} processes were left over: {ended.processes[:2]}": ended.processes,
+        f"files were left over: {ended.files[:3]}": ended.files,
+    }
+    return [what for what, is_so in broken.items() if is_so]
+
+
+def faults_of_restarts(restarts: Mapping[str, int], most: int, *, resumed: bool = True) -> list[str]:
+    """Faults in the restarts that `/metrics` counts, after so many failures."""
+    count = sum(number for reason, number in restarts.items() if reason != "resumed")
+    broken = {
+        "/metrics counts no restart": not count,
+        f"/metrics counts {count} restarts after {most} failures": count > most,
+        "/metrics counts no resumed request": resumed and not restarts.get("resumed"),
+    }
+    return [what for what, is_so in broken.items() if is_so]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A straight line through a series: growth over its whole length, with the 95% interval of that."""
+
+    growth: float
+    low: float
+    high: float
+
+
+def trend(values: Sequence[float]) -> Trend | None:
+    """The least-squares line through values at equal distances; None if there are fewer than four."""
+    count = len(values)
+    if count < 4:
+        return None
+    place = np.arange(count, dtype=float) - (count - 1) / 2
+    slope = float(place @ np.asarray(values, dtype=float) / (place @ place))
+    rest = np.asarray(values, dtype=float) - np.mean(values) - slope * place
+    error = float(np.sqrt(rest @ rest / (count - 2) / (place @ place)))
+    length = count - 1
+    return Trend(slope * length, (slope - 2 * error) * length, (slope + 2 * error) * length)
+
+
+def faults_of_series(series: Sequence[Footprint]) -> list[str]:
+    """What has grown in a process: the lower end of the trend's interval is above the noise."""
+    faults = []
+    for name, noise in _NOISE.items():
+        values = [float(getattr(each, name)) for each in series]
+        line = trend(values)
+        limit = noise * values[0] if name == "resident" and values else noise
+        if line is not None and line.low > 0 and line.growth > limit:
+            faults.append(f"{name} of the API process grew from {values[0]:.0f} to {values[-1]:.0f}")
+    return faults

@@ -1,0 +1,149 @@
+"""The part of `ubatch bench faults` that kills engines while requests run, in several configurations of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from serving.workbench.bench.faults.compare import Verdict
+from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
+from serving.workbench.bench.faults.load import NotHealthy, kill_engines, running_load
+from serving.workbench.bench.faults.referee import Tally
+from serving.workbench.bench.faults.setting import (
+    AGAIN_S,
+    EXPERT_PARALLEL,
+    LANES,
+    UNLIMITED,
+    Found,
+    Setting,
+)
+from serving.workbench.bench.faults.victims import Ended, Subject
+from serving.workbench.bench.server.load import read_metrics
+from serving.workbench.bench.server.requests import Server
+from serving.workbench.bench.statistics import table
+
+_BETWEEN_S = (0.3, 2.0)
+"""Shortest and longest time from a server that is healthy to the next kill, in seconds."""
+_ALONE_S = 2.0
+CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
+    "one rank": (),
+    "DP 2, EP, DBO": (*EXPERT_PARALLEL, *LANES),
+    "TP 2": ("--tensor-parallel-size=2", "--enable-expert-parallel"),
+    "ngram drafts": ("--speculative-algorithm=ngram",),
+    "tiny KV, prefix cache": ("--kv-cache-memory=12M",),
+}
+"""Name -> flags of the server."""
+SHOWN: Mapping[str, str] = {
+    "DP 2, EP, DBO": "overlapped",
+    "ngram drafts": "accepted",
+    "tiny KV, prefix cache": "preempted",
+}
+"""Name -> what must have happened there before anything is killed, by `Signs`."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What a server has done so far: steps that overlapped, drafted tokens that were accepted, requests that were
+    retracted."""
+
+    overlapped: int
+    accepted: int
+    preempted: int
+
+
+async def read_signs(server: Server) -> Signs:
+    """From `/metrics`."""
+    overlapped = accepted = preempted = 0
+    for sample in await read_metrics(server):
+        if sample.name == "ubatch:steps_total" and sample.labels["outcome"].startswith("engaged"):
+            overlapped += int(sample.value)
+        accepted += int(sample.value) if sample.name == "vllm:spec_decode_num_accepted_tokens_total" else 0
+        preempted += int(sample.value) if sample.name == "vllm:num_preemptions_total" else 0
+    return Signs(overlapped, accepted, preempted)
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What came of a configuration.
+
+    Attributes:
+        restarts: by reason, and `resumed` requests, from `/metrics`.
+        signs: what the server did before anything was killed.
+        unhealthy: why the kills had to end early; None if they had not.
+    """
+
+    name: str
+    kills: int
+    seconds: float
+    tally: Tally
+    restarts: Mapping[str, int]
+    signs: Signs
+    ended: Ended
+    unhealthy: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name not in ("tally", "ended", "signs")}
+        more = {"answers": self.tally.as_json(), "ended": asdict(self.ended), "signs": asdict(self.signs)}
+        return own | more
+
+    def faults(self, *, exact: bool) -> list[str]:
+        sign = SHOWN.get(self.name)
+        found = [self.unhealthy] if self.unhealthy else []
+        if sign is not None and not getattr(self.signs, sign):
+            found.append(f"nothing was {sign}: another configuration is needed to show anything")
+        found += faults_of_answers(self.tally, exact=exact)
+        if self.unhealthy is None:
+            found += faults_of_restarts(self.restarts, self.kills)
+        found += faults_of_end(self.ended)
+        return [f"kill, {self.name}: {each}" for each in found]
+
+
+def run_kills(setting: Setting) -> Found:
+    """Kill engines in every configuration; prints each when it ends."""
+    done, faults = [], []
+    for name, flags in list(CONFIGURATIONS.items())[: setting.sizes.configurations]:
+        with setting.server(UNLIMITED, *flags) as subject:
+            parts = asyncio.run(_kill(setting, subject, name))
+            killed = Killed(name, ended=subject.end(), **parts)
+        done.append(killed)
+        faults += killed.faults(exact=setting.exact)
+        _print(done[-1:], head=len(done) == 1)
+    return Found([each.as_json() for each in done], faults)
+
+
+async def _kill(setting: Setting, subject: Subject, name: str) -> dict[str, Any]:
+    rng, unhealthy = random.Random(name), None
+    async with running_load(subject, setting.requests, setting.streams) as load:
+        await asyncio.sleep(_ALONE_S)
+        signs = await read_signs(subject.server)
+        begun = time.monotonic()
+        try:
+            await kill_engines(subject, load, setting.sizes.kills, rng, between_s=_BETWEEN_S, again_s=AGAIN_S)
+        except NotHealthy as error:
+            unhealthy = str(error)
+        seconds = time.monotonic() - begun
+    tally = await setting.referee.tally(load.cases(setting.references))
+    restarts = dict(await subject.restarts())
+    return {
+        **{"kills": load.kills, "seconds": seconds, "tally": tally, "restarts": restarts, "signs": signs},
+        "unhealthy": unhealthy,
+    }
+
+
+def _print(done: Sequence[Killed], *, head: bool) -> None:
+    names = ("kills", "s", "restarts", "resumed", "requests", *(each.value for each in Verdict), "left over")
+    rows = []
+    for each in done:
+        counts = [each.tally.counts[verdict] for verdict in Verdict]
+        restarts = sum(number for reason, number in each.restarts.items() if reason != "resumed")
+        resumed = each.restarts.get("resumed", 0)
+        left = len(each.ended.processes) + len(each.ended.files)
+        rows.append(
+            (each.name.ljust(24), each.kills, each.seconds, restarts, resumed, each.tally.requests, *counts, left)
+        )
+    lines = table(dict.fromkeys(("".ljust(24), *(each.rjust(9) for each in names)), "9.0f"), rows).splitlines()
+    print("\n".join(lines if head else lines[1:]), flush=True)

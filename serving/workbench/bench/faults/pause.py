@@ -1,0 +1,211 @@
+"""The parts of `ubatch bench faults` that measure: how long a stream stands still, what restarts cost a server where
+nothing fails, and what grows in the API process."""
+
+from __future__ import annotations
+
+import asyncio
+import calendar
+import random
+import re
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from serving.workbench.bench.faults.answers import Asked
+from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_series, trend
+from serving.workbench.bench.faults.load import Load, kill, running_load
+from serving.workbench.bench.faults.setting import (
+    AGAIN_S,
+    EXPERT_PARALLEL,
+    UNLIMITED,
+    Found,
+    Setting,
+)
+from serving.workbench.bench.faults.victims import Footprint, Subject, footprint, subject
+from serving.workbench.bench.peers.process import wait_for_rest
+from serving.workbench.bench.server.load import token_pool
+from serving.workbench.bench.server.offline import make_served_model
+from serving.workbench.bench.server.requests import greedy_tasks, send_and_check
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, table
+from ubatch import UBatchError
+
+_MOST_PAUSE, _LEAST_THROUGHPUT = 0.5, 0.99
+_STREAMS, _STREAM_TOKENS, _COLD_STARTS = 8, 3000, 5
+_ERROR = re.compile(r"^(\S+ \S+)\.(\d{3}) ERROR +api ", re.MULTILINE)
+_SETTLE_S = 2.0
+_LOOK_S = 0.01
+_FEW = 16
+_COST_REQUESTS, _COST_TOKENS = 32, 64
+_ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A kill, in seconds.
+
+    Attributes:
+        noticed: from the kill until the API process logged it.
+        streams: from then to the next token, of each stream.
+    """
+
+    noticed: float
+    streams: Sequence[float]
+
+
+def run_pause(setting: Setting) -> Found:
+    """Kill a rank of a server of two ranks with 100 million parameters; compare with its own start."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_served_model(Path(folder))
+        flags = [*setting.flags, *EXPERT_PARALLEL, UNLIMITED, "--kv-cache-memory=512M"]
+        starts_s = []
+        for _ in range(min(_COLD_STARTS, setting.sizes.pauses) - 1):
+            with subject(model, flags) as server:
+                starts_s.append(server.start_s)
+        with subject(model, flags) as server:
+            starts_s.append(server.start_s)
+            pauses = asyncio.run(_pauses(server, setting.sizes.pauses))
+            ended = server.end()
+    every = [median(each.streams) for each in pauses]
+    ratio = median(every) / median(starts_s)
+    print(f"  start to healthy     {bootstrap(starts_s):.2f} s, {len(starts_s)} starts")
+    print(f"  noticed after        {bootstrap([each.noticed for each in pauses]):.2f} s, {len(pauses)} kills")
+    print(f"  then to the next token {bootstrap(every):.2f} s; the last stream's {median(map(_last, pauses)):.2f} s")
+    print(f"  of a start           {ratio:.2f}", flush=True)
+    faults = [f"a stream stands still for {ratio:.2f} of a start"] if ratio > _MOST_PAUSE else []
+    figures = {"starts_s": starts_s, "pauses": [asdict(each) for each in pauses], "ratio": ratio}
+    return Found(figures, [f"pause: {each}" for each in [*faults, *faults_of_end(ended)]])
+
+
+def _last(pause: Pause) -> float:
+    return max(pause.streams)
+
+
+async def _pauses(server: Subject, count: int) -> list[Pause]:
+    pool, rng = await token_pool(server.server), random.Random(0)
+    fields = {"max_tokens": _STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
+    requests = [Asked("plain", tuple(rng.choices(pool, k=16)), True, fields) for _ in range(_STREAMS)]
+    found = []
+    async with running_load(server, requests, len(requests), wait=False) as load:
+        for _ in range(count):
+            if await server.wait_healthy(AGAIN_S) is None:
+                raise UBatchError("the server is not healthy again, so that no pause can be measured.")
+            await _wait_for_tokens(load, time.monotonic())
+            await asyncio.sleep(_SETTLE_S)
+            found.append(await _pause(server, load, rng))
+    return found
+
+
+async def _pause(server: Subject, load: Load, rng: random.Random) -> Pause:
+    killed = time.time()
+    since = time.monotonic()
+    kill(rng.choice(list(server.engines().values())))
+    noticed: float | None = None
+    while noticed is None and time.time() - killed < AGAIN_S:
+        await asyncio.sleep(_LOOK_S)
+        noticed = next((each for each in errors_at(server.log()) if each > killed - 0.001), None)
+    if noticed is None:
+        raise UBatchError("the API process logs no error after a rank was killed.")
+    at = since + (noticed - killed)
+    return Pause(noticed - killed, [after - at for after in await _wait_for_tokens(load, at)])
+
+
+def errors_at(log: str) -> list[float]:
+    """When the API process logged errors, in seconds of `time.time()`: stamps in a log are UTC."""
+    pairs = _ERROR.findall(log)
+    return [calendar.timegm(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3 for at, ms in pairs]
+
+
+async def _wait_for_tokens(load: Load, since: float) -> list[float]:
+    """Wait until every stream has got something after this time; returns when the first came, of each."""
+    deadline = time.monotonic() + AGAIN_S
+    while (first := tokens_after(load.times, since)) is None:
+        if time.monotonic() > deadline:
+            raise UBatchError(f"a stream got nothing for {AGAIN_S:g} s.")
+        await asyncio.sleep(_LOOK_S)
+    return first
+
+
+def tokens_after(streams: Sequence[Sequence[float]], since: float) -> list[float] | None:
+    """The first time after `since` of each stream, whose times are sorted; None if one has none yet."""
+    places = [bisect_right(times, since) for times in streams]
+    if any(place == len(times) for place, times in zip(places, streams, strict=True)):
+        return None
+    return [times[place] for place, times in zip(places, streams, strict=True)]
+
+
+# -- throughput when nothing fails
+
+
+def run_cost(setting: Setting) -> Found:
+    """Two servers, one of which may restart its engines; one at a time has a load."""
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
+            for name, flag in (("on", _ON), ("off", _OFF))
+        }
+        pool = asyncio.run(token_pool(servers["on"].server))
+        rng = random.Random(0)
+        prompts = [rng.choices(pool, k=32) for _ in range(_COST_REQUESTS)]
+        sessions = [each.pid for each in servers.values()]
+        arms = {name: partial(_visit, each, prompts, sessions) for name, each in servers.items()}
+        seconds = interleave_arms(arms, setting.sizes.blocks, label="blocks")
+    ratio = paired(seconds["off"], seconds["on"])
+    tokens = _COST_REQUESTS * _COST_TOKENS
+    for name, values in seconds.items():
+        print(f"  {name:4} {bootstrap([tokens / each for each in values]):.0f} tokens/s")
+    print(f"  throughput, on over off   {ratio:.3f}", flush=True)
+    faults = (
+        [f"cost: throughput with restarts is {ratio:.3f} of that without"] if ratio.median < _LEAST_THROUGHPUT else []
+    )
+    return Found({"seconds": seconds, "ratio": ratio}, faults)
+
+
+def _visit(server: Subject, prompts: list[list[int]], sessions: list[int]) -> float:
+    wait_for_rest(sessions)
+    begun = time.perf_counter()
+    asyncio.run(send_and_check(server.server, greedy_tasks(prompts, _COST_TOKENS)))
+    return time.perf_counter() - begun
+
+
+# -- what grows
+
+
+def run_soak(setting: Setting) -> Found:
+    """Kill a rank again and again; what the API process holds must not grow."""
+    with setting.server(UNLIMITED, *EXPERT_PARALLEL) as server:
+        series, kills, tally = asyncio.run(_soak(setting, server))
+        ended = server.end()
+    rows = [(str(number), each.resident / 1e6, each.descriptors, each.threads) for number, each in enumerate(series, 1)]
+    print(table({"after kill": "", "MB": ".1f", "descriptors": "d", "threads": "d"}, rows))
+    for name in ("resident", "descriptors", "threads"):
+        line = trend([float(getattr(each, name)) for each in series])
+        if line is not None:
+            print(f"  {name}: {line.growth:+.3g} [{line.low:+.3g}, {line.high:+.3g}] over all")
+    faults = [*faults_of_series(series), *faults_of_answers(tally, exact=setting.exact), *faults_of_end(ended)]
+    if len(series) < kills:
+        faults.append(f"the server came back after {len(series)} of {kills} kills")
+    figures = {"series": [asdict(each) for each in series], "kills": kills, "answers": tally.as_json()}
+    return Found(figures, [f"soak: {each}" for each in faults])
+
+
+async def _soak(setting: Setting, server: Subject) -> tuple[list[Footprint], int, Any]:
+    """What the API process holds, shortly before each kill but the first."""
+    rng, series, sizes = random.Random(1), [], setting.sizes
+    ends = time.monotonic() + sizes.soak_s
+    async with running_load(server, setting.requests, _FEW) as load:
+        await asyncio.sleep(_SETTLE_S)
+        while time.monotonic() < ends and server.alive:
+            if engines := list(server.engines().values()):
+                load.kills += kill(rng.choice(engines))
+            await asyncio.sleep(sizes.every_s)
+            if await server.wait_healthy(AGAIN_S) is None:
+                break
+            series.append(footprint(server.pid))
+    return series, load.kills, await setting.referee.tally(load.cases(setting.references))

@@ -1,0 +1,206 @@
+"""The server under test: its processes, what they hold, and what is left of them when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from serving.workbench.bench.server.load import read_metrics, served_model
+from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
+from serving.workbench.bench.server.requests import RequestFailed, Server
+
+_ENGINE = re.compile(r" engine rank=(\d+) pid=(\d+)")
+_LOOK_S = 0.02
+_CACHES = "torchinductor_"
+"""How names of torch's caches begin, which may stay."""
+_END_S, _LEFT_S = 60.0, 5.0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a process holds: bytes of resident memory, open descriptors, threads."""
+
+    resident: int
+    descriptors: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a server ended.
+
+    Attributes:
+        status: its exit status; None if it had to be killed.
+        processes: command lines of its processes that were left over.
+        files: names of the files and folders that were left over, of its own folder for temporary ones.
+    """
+
+    status: int | None
+    processes: list[str]
+    files: list[str]
+
+
+@dataclass
+class Subject:
+    """A server, and how to reach it.
+
+    Attributes:
+        folder: its folder for temporary files, by which its processes are known, too.
+        start_s: seconds from the start of its process until it was healthy.
+        ended: how it ended; None while it runs.
+    """
+
+    process: ServerProcess
+    server: Server
+    folder: Path
+    start_s: float
+    ended: Ended | None = field(default=None)
+
+    @property
+    def pid(self) -> int:
+        return self.process.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.process.poll() is None
+
+    def log(self) -> str:
+        """All that it has printed."""
+        return Path(self.process.log.name).read_text(errors="replace")
+
+    def engines(self) -> dict[int, int]:
+        """Rank -> process id, of the ranks whose process runs: as the log tells them."""
+        told = {int(rank): int(pid) for rank, pid in _ENGINE.findall(self.log())}
+        return {rank: pid for rank, pid in told.items() if runs(pid)}
+
+    def starting(self) -> list[int]:
+        """Process ids of ranks that start: as `multiprocessing` starts them, directly or by its server for forks."""
+        logged = set(self.engines().values())
+        return [pid for pid in self.processes() if pid not in logged and _is_rank(pid, self.pid)]
+
+    def processes(self) -> list[int]:
+        """Process ids of everything that it has started and that runs, and its own."""
+        mark = f"TMPDIR={self.folder}".encode()
+        return [pid for pid in _pids() if mark in _read(pid, "environ").split(b"\0") and runs(pid)]
+
+    async def wait_healthy(self, timeout_s: float) -> float | None:
+        """Wait until `/health` answers 200; returns the seconds that took, or None if it did not."""
+        return await self._wait_health(httpx.codes.OK, timeout_s)
+
+    async def wait_sick(self, timeout_s: float) -> float | None:
+        """Wait until `/health` answers 503; as `wait_healthy`."""
+        return await self._wait_health(httpx.codes.SERVICE_UNAVAILABLE, timeout_s)
+
+    async def _wait_health(self, status: int, timeout_s: float) -> float | None:
+        begun = time.monotonic()
+        async with self.server.client() as client:
+            while self.alive and time.monotonic() - begun < timeout_s:
+                with suppress(httpx.HTTPError):
+                    if (await client.get("/health", timeout=5.0)).status_code == status:
+                        return time.monotonic() - begun
+                await asyncio.sleep(_LOOK_S)
+        return None
+
+    async def restarts(self) -> Counter[str]:
+        """Restarts so far by reason, and resumed requests as `resumed`, from `/metrics`."""
+        found: Counter[str] = Counter()
+        with suppress(httpx.HTTPError, RequestFailed):  # it has ended
+            for sample in await read_metrics(self.server):
+                if sample.name == "ubatch:engine_restarts_total":
+                    found[sample.labels.get("reason", "?")] += int(sample.value)
+                elif sample.name == "ubatch:requests_resumed_total":
+                    found["resumed"] += int(sample.value)
+        return found
+
+    def end(self) -> Ended:
+        """Ask it to end; returns how it did, and what is left five seconds later."""
+        if self.ended is None:
+            process = self.process.process
+            if self.alive:
+                process.send_signal(signal.SIGTERM)
+            status: int | None = None
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(_END_S)
+            deadline = time.monotonic() + _LEFT_S
+            while (left := self.processes()) and status is not None and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            files = sorted(each.name for each in self.folder.iterdir() if not each.name.startswith(_CACHES))
+            self.ended = Ended(status, [_command_line(pid) for pid in left], files)
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return self.ended
+
+
+@contextmanager
+def subject(
+    model: Path, flags: Sequence[str], *, program: Sequence[str] = UBATCH, variables: Mapping[str, str] | None = None
+) -> Iterator[Subject]:
+    """A server that is ready; it has ended after the block, and `ended` says how."""
+    with tempfile.TemporaryDirectory(prefix="ubatch-faults-") as folder:
+        begun = time.monotonic()
+        own = {"TMPDIR": folder, **(variables or {})}
+        with running_server(model, flags, program=program, environment=own) as process:
+            start_s = time.monotonic() - begun
+            asked = Server(process.base_url)
+            server = Server(process.base_url, asyncio.run(served_model(asked, None)).name)
+            found = Subject(process, server, Path(folder), start_s)
+            yield found
+            found.end()
+
+
+def footprint(pid: int) -> Footprint:
+    """Raises RequestFailed if the process is gone."""
+    status = dict(line.partition(":")[::2] for line in _read(pid, "status").decode(errors="replace").splitlines())
+    try:
+        resident = int(status["VmRSS"].split()[0]) << 10
+        return Footprint(resident, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
+    except (KeyError, OSError) as error:
+        raise RequestFailed(f"process {pid} of the server is gone.") from error
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    state = _read(pid, "stat").rpartition(b") ")[2][:1]
+    return state not in (b"", b"Z", b"X")
+
+
+def parent(pid: int) -> int:
+    """The process that has started it; 0 if it is gone."""
+    fields = _read(pid, "stat").rpartition(b") ")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _is_rank(pid: int, api: int) -> bool:
+    by, line = parent(pid), _read(pid, "cmdline")
+    if b"resource_tracker" in line:
+        return False
+    return (by == api and b"spawn_main" in line) or b"multiprocessing.forkserver" in _read(by, "cmdline")
+
+
+def _pids() -> list[int]:
+    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of a process in `/proc`; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _command_line(pid: int) -> str:
+    return f"{pid} {_read(pid, 'cmdline').replace(chr(0).encode(), b' ').decode(errors='replace')[:120]}"
