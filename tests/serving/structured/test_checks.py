@@ -190,13 +190,13 @@ def test_equal_ones_take_one_place(grammars: GrammarChecks, monkeypatch: pytest.
     monkeypatch.setattr(checks._Trial, "fault", lambda *about: None if gate.wait(60) else "the gate is closed")
 
     async def run() -> list[str]:
-        waiting = [asyncio.create_task(grammars.grammar(asked(**form))) for _ in range(100)]
+        waiting = [asyncio.create_task(grammars.grammar(asked(**form))) for _ in range(200)]
         await asyncio.sleep(0)
         waiting.pop(0).cancel()  # the one that began it
         gate.set()
         return await asyncio.gather(*waiting)
 
-    assert asyncio.run(run()) == [grammar_text(asked(**form))] * 99
+    assert asyncio.run(run()) == [grammar_text(asked(**form))] * 199
     assert not grammars._making
     assert not pool()._waiting
 
