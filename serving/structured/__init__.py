@@ -6,7 +6,7 @@ GrammarChecks             tries such texts in processes with limits, and remembe
 limits                    what one grammar may take; the engine's matchers have the same
 matcher, tokenizer        in the engine: a request's state, which tokens may come next
 
-    params -> grammar -> schema -> one_of, formats, patterns, references
+    params -> grammar -> schema -> one_of (complement), multiples, bounds, formats, patterns, references
                       -> tags, lark, patterns
 """
 

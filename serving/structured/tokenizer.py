@@ -1,7 +1,7 @@
 """A tokenizer as llguidance needs it: the bytes of every token, as a tree, and which tokens end an output.
 
-It takes a second for a vocabulary of 150,000 tokens, so it is made once per process, for the first request that needs
-it.
+It takes a second for a vocabulary of 150,000 tokens, in which the library holds Python's lock: steps wait, whichever
+thread makes it. So it is made once per process, for the first request that needs it, and not at each start.
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ def _make(backend: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -
         raise RequestError(
             f"structured outputs need llguidance, which this server does not have ({error}): pip install llguidance."
         ) from error
-    whole = json.loads(backend.to_str())
-    whole["padding"] = whole["truncation"] = None
+    text = backend.to_str()
+    if backend.padding is not None or backend.truncation is not None:
+        text = json.dumps({**json.loads(text), "padding": None, "truncation": None})
     size = max(vocab_size, _num_ids(backend))
     try:
-        return LLTokenizer(json.dumps(whole), n_vocab=size, eos_token=list(eos_token_ids))
+        return LLTokenizer(text, n_vocab=size, eos_token=list(eos_token_ids))
     except (ValueError, RuntimeError) as error:
         raise RequestError(f"structured outputs cannot use this model's tokenizer: {error}") from error
 

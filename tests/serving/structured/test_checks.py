@@ -62,6 +62,27 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "doubles": {"grammar": "start: R0\n" + "\n".join(f"R{n}: R{n + 1} R{n + 1}" for n in range(40)) + '\nR40: "a"'},
     "intersects": {"json": {"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for m in range(4)]} for n in range(12)]}},
     "has too many names": {"json": {"type": "object", "properties": {f"prop{n}": {} for n in range(1000)}}},
+    "is read in many ways": {"grammar": 'start: e\ne: e e e | e e | "a" |'},
+    "is read in ever more ways": {"grammar": 'start: e\ne: e e | "a" | "b"'},
+    "repeats": {"regex": "(a{1,1000}){1,1000}"},
+    "has huge bounds": {"regex": "a{1000000}"},
+    "has bounds of bounds": {"regex": "((a{1000}){1000}){1000}"},
+    "has no end": {"grammar": 'start: "a" start'},
+    "repeats within repeats": {
+        "structural_tag": {
+            "format": {
+                "type": "repeat",
+                "min": 0,
+                "max": 1000,
+                "content": {
+                    "type": "repeat",
+                    "min": 0,
+                    "max": 1000,
+                    "content": {"type": "star", "content": {"type": "const_string", "value": "x"}},
+                },
+            }
+        }
+    },
     "is empty": {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
     "never ends": {"grammar": "start: x\nx: y\ny: x"},
     "refers to itself": {"json": {"$ref": "#"}},
@@ -69,7 +90,23 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "is no grammar": {"grammar": "start: nobody"},
 }
 FINE: dict[str, dict[str, Any]] = {
-    "repeats": {"regex": "(a{1,1000}){1,1000}"},
+    "has unicode classes": {"regex": r"(?i)(\p{L}|\u00df){1,500}\P{Lu}{500}"},
+    "nests quantifiers": {"regex": "((((a*)*)*)*)*b"},
+    "doubles its states": {"regex": "(a|b)*a(a|b){200}"},
+    "is left-recursive": {"grammar": 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/'},
+    "has many choices": {"choice": [f"{number:05}" for number in range(30_000)]},
+    "has tags whose triggers end alike": {
+        "structural_tag": {
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["ab", "b"],
+                "tags": [
+                    {"type": "tag", "begin": begin, "content": {"type": "const_string", "value": "x"}, "end": "e"}
+                    for begin in ("ab=", "b=")
+                ],
+            }
+        }
+    },
     "looks ambiguous": {"regex": "(.*a.*){20}"},
     "has long arrays": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9}},
     "has long texts": {"json": {"type": "string", "maxLength": 10**12}},
@@ -153,13 +190,13 @@ def test_equal_ones_take_one_place(grammars: GrammarChecks, monkeypatch: pytest.
     monkeypatch.setattr(checks._Trial, "fault", lambda *about: None if gate.wait(60) else "the gate is closed")
 
     async def run() -> list[str]:
-        waiting = [asyncio.create_task(grammars.grammar(asked(**form))) for _ in range(100)]
+        waiting = [asyncio.create_task(grammars.grammar(asked(**form))) for _ in range(200)]
         await asyncio.sleep(0)
         waiting.pop(0).cancel()  # the one that began it
         gate.set()
         return await asyncio.gather(*waiting)
 
-    assert asyncio.run(run()) == [grammar_text(asked(**form))] * 99
+    assert asyncio.run(run()) == [grammar_text(asked(**form))] * 199
     assert not grammars._making
     assert not pool()._waiting
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_mains import core_over
 from fake_runner import be_optimistic
 from grammars import Later, compiler, made, regex, schema
+from mtp_checkpoint import make_mtp_checkpoint
 from repository import TINY_CHAT, TINY_MOE
 
 from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate
@@ -303,6 +306,20 @@ def test_drafts_change_no_output(speculation: dict[str, Any], undrafted: list[li
         assert llm.statistics[0].accepted_tokens > 20
 
 
+def test_drafts_of_the_models_own_layer_change_no_output(tmp_path: Path) -> None:
+    """Multi-token prediction, by a random model: most drafts are refused, by the grammar or the model."""
+    path = make_mtp_checkpoint(tmp_path, vocab_size=2048, bos_token_id=1, eos_token_id=0)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(TINY_MOE / name, path / name)
+    found = []
+    for speculation in ({}, {"speculative_algorithm": "mtp", "speculative_num_steps": 3}):
+        with LLM(path, **TINY, **speculation) as llm:
+            found.append([said(llm, drafted()), said(llm, drafted(temperature=1.0, seed=5))])
+            drafts = llm.statistics[0].drafted_tokens
+    assert drafts > 20
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("algorithm", ["draft_model", "ngram"])
 def test_rejection_sampling_obeys(algorithm: str) -> None:
     model = {"speculative_draft_model_path": TINY_MOE} if algorithm == "draft_model" else {"speculative_ngram_min": 1}
@@ -310,3 +327,18 @@ def test_rejection_sampling_obeys(algorithm: str) -> None:
         for seed in range(4):
             said(llm, drafted(temperature=1.0, seed=seed))
         assert llm.statistics[0].accepted_tokens > 10
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(140)
+@pytest.mark.parametrize(
+    "speculation",
+    [{}, {"speculative_algorithm": "eagle", "speculative_draft_model_path": TINY_MOE.parent / "tiny-moe-eagle"}],
+    ids=["plain", "eagle"],
+)
+def test_tensor_parallel_ranks_agree(speculation: dict[str, Any], undrafted: list[list[tuple[int, ...]]]) -> None:
+    """Two processes, each with grammars of its own, stay in step and give what one rank gives."""
+    with LLM(TINY_MOE, **TINY, tensor_parallel_size=2, enable_expert_parallel=True, **speculation) as llm:
+        assert said(llm, drafted()) == undrafted[0]
+        assert said(llm, drafted(temperature=1.0, seed=5)) == undrafted[1]

@@ -193,6 +193,10 @@ def test_tokenizers(tmp_path: Path) -> None:
     assert [whole.decode_bytes([each]) for each in tokens] == [read.decode_bytes([each]) for each in tokens]
     assert [whole.is_special_token(each) for each in tokens] == [read.is_special_token(each) for each in tokens]
     assert sorted(whole.eos_tokens) == sorted(read.eos_tokens) == [0, 2]
+    cuts = load_tokenizer(TINY_CHAT)
+    cuts.backend_tokenizer.enable_truncation(2)
+    cuts.backend_tokenizer.enable_padding(length=9)
+    assert grammar_tokenizer(cuts, VOCAB, ENDS).tokenize_str("a long text") == whole.tokenize_str("a long text")
     assert load_grammar_tokenizer(TINY_CHAT, 100, ENDS).vocab_size == 1024, "a tokenizer may know more than the model"
     with pytest.raises(RequestError, match="need an end-of-sequence token"):
         load_grammar_tokenizer(TINY_CHAT, VOCAB, ())
