@@ -52,7 +52,7 @@ def _takes(
 class LLM:
     """A model, ready to generate. Close it, or use it in a `with` statement; else it ends with the process.
 
-    A single rank of one process runs in the caller's process. Several processes are spawned, and each imports the main
+    A single rank of one process runs in the caller's process. Several processes are started, and each imports the main
     module again: a script must then keep its code behind `if __name__ == "__main__":`.
 
     Several threads may call it: calls run one at a time, and the others wait.
