@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def test_engines_may_be_closed_while_they_are_started_again() -> None:
 
 
 def test_a_stopped_engine_is_replaced() -> None:
-    served = Served(restarting(dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2)))
+    served = Served(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2)))
     client = served.client
 
     async def scenario() -> None:
@@ -159,18 +160,18 @@ def test_a_stopped_engine_is_replaced() -> None:
     served.close()
 
 
-def fails_once_started(options: EngineOptions, rank: int, place: Place) -> None:
-    """An engine that starts once only."""
-    mark = place.folder.parent / f"started-{os.getppid()}"
-    if mark.exists():
-        mark.unlink()
+def fails_when_it_starts_again(options: EngineOptions, rank: int, place: Place) -> None:
+    """An engine whose second process fails while it starts."""
+    assert options.profile_folder is not None
+    started = options.profile_folder / "started"
+    started.write_text(f"{started.read_text() if started.exists() else ''}!")
+    if started.read_text() == "!!":
         exit_at_once(options, rank, place)
-    mark.touch()
     run_engine(options, rank, place)
 
 
-def test_a_failure_during_the_restart_counts_as_one_more() -> None:
-    served = Served(restarting(2), fails_once_started)
+def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None:
+    served = Served(restarting(2, profile_folder=tmp_path), fails_when_it_starts_again)
     client = served.client
 
     async def scenario() -> None:
