@@ -179,7 +179,7 @@ def test_what_the_shell_completes(tmp_path: Path) -> None:
         assert main(["completion"]) == 0
     for typed, offered in {
         "s": "serve simulate",
-        "bench f": "fairness",
+        "bench f": "faults fairness",
         "serve x --enable-d": "--enable-dbo",
         "serve x --no-enable-d": "--no-enable-dbo",
         "bench fairness --in": "--input-len --in-flight",

@@ -333,7 +333,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, linkable: None) 
 
 def test_the_first_signal_ends_it_and_the_next_are_ignored() -> None:
     def interrupted() -> None:
-        with command._signals_end_it():
+        with command.signals_end_it():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(1)

@@ -45,7 +45,13 @@ class Options(ReportOptions):
     unwritten = frozenset({"model"})
     measures = (*SERVER, "serving/workbench/bench/faults")
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a Hugging Face checkpoint")]
+    model: Annotated[
+        Checkpoint,
+        Flag(positional=True),
+        Field(
+            description="folder of a Hugging Face checkpoint; of up to 1,024 tokens, so that edges of draws are exact"
+        ),
+    ]
     only: Annotated[tuple[str, ...], Field(description=f"sections: {', '.join(SECTIONS)}; all if none")] = ()
     kills: Annotated[int, Field(ge=1, description="engines killed in each configuration")] = 10
     streams: Annotated[int, Field(ge=8, description="requests that run all the time")] = 64

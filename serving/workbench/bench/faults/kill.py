@@ -26,15 +26,17 @@ from serving.workbench.bench.server.load import read_metrics
 from serving.workbench.bench.server.requests import Server
 from serving.workbench.bench.statistics import table
 
+_LOOK_S = 0.2
 _BETWEEN_S = (0.3, 2.0)
 """Shortest and longest time from a server that is healthy to the next kill, in seconds."""
-_ALONE_S = 2.0
+_ALONE_S, _SIGNS_S = 2.0, 60.0
+"""Shortest and longest time before the first kill, in seconds."""
 CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
     "one rank": (),
     "DP 2, EP, DBO": (*EXPERT_PARALLEL, *LANES),
     "TP 2": ("--tensor-parallel-size=2", "--enable-expert-parallel"),
     "ngram drafts": ("--speculative-algorithm=ngram",),
-    "tiny KV, prefix cache": ("--kv-cache-memory=12M",),
+    "tiny KV, prefix cache": ("--max-model-len=512", "--kv-cache-memory=3M"),
 }
 """Name -> flags of the server."""
 SHOWN: Mapping[str, str] = {
@@ -118,8 +120,7 @@ def run_kills(setting: Setting) -> Found:
 async def _kill(setting: Setting, subject: Subject, name: str) -> dict[str, Any]:
     rng, unhealthy = random.Random(name), None
     async with running_load(subject, setting.requests, setting.streams) as load:
-        await asyncio.sleep(_ALONE_S)
-        signs = await read_signs(subject.server)
+        signs = await _wait_for_signs(subject.server, SHOWN.get(name))
         begun = time.monotonic()
         try:
             await kill_engines(subject, load, setting.sizes.kills, rng, between_s=_BETWEEN_S, again_s=AGAIN_S)
@@ -132,6 +133,17 @@ async def _kill(setting: Setting, subject: Subject, name: str) -> dict[str, Any]
         **{"kills": load.kills, "seconds": seconds, "tally": tally, "restarts": restarts, "signs": signs},
         "unhealthy": unhealthy,
     }
+
+
+async def _wait_for_signs(server: Server, wanted: str | None) -> Signs:
+    """What the server has done after a while: until the sign that is wanted shows."""
+    begun = time.monotonic()
+    await asyncio.sleep(_ALONE_S)
+    signs = await read_signs(server)
+    while wanted is not None and not getattr(signs, wanted) and time.monotonic() - begun < _SIGNS_S:
+        await asyncio.sleep(_LOOK_S)
+        signs = await read_signs(server)
+    return signs
 
 
 def _print(done: Sequence[Killed], *, head: bool) -> None:

@@ -40,6 +40,8 @@ _BACK_S = 2.0
 """The second machine is gone for so many seconds."""
 _LOOK_S = 0.05
 _MOST_SILENCES = 3
+_PATIENT = 4
+"""The time-out is so many times longer where a machine is to come back: it has so long to start its launcher."""
 Case = tuple[Asked, Answer, Answer]
 
 
@@ -116,12 +118,12 @@ def run_nodes(setting: Setting) -> Found:
 
 
 @contextmanager
-def _two_machines(setting: Setting, joined: Network) -> Iterator[tuple[Subject, _Second]]:
+def _two_machines(setting: Setting, joined: Network, timeout_s: float) -> Iterator[tuple[Subject, _Second]]:
     """A server with a rank on each machine; the block runs on the first."""
     first = joined.hosts[0]
     with first.entered(), ExitStack() as stack:
         shared = ["--nnodes=2", f"--master-addr={first.address}", f"--master-port={free_port()}", UNLIMITED]
-        shared += [f"--timeout-s={setting.timeout_s}", *EXPERT_PARALLEL]
+        shared += [f"--timeout-s={timeout_s}", *EXPERT_PARALLEL]
         command = [*UBATCH, "serve", str(setting.model), "--node-rank=1", *shared, *setting.flags]
         second = _Second(joined, command, "/tmp", stack)
         second.start()
@@ -131,7 +133,7 @@ def _two_machines(setting: Setting, joined: Network) -> Iterator[tuple[Subject, 
 
 
 def _healed(setting: Setting, joined: Network) -> tuple[list[Cut], list[Case], list[str]]:
-    with _two_machines(setting, joined) as (server, second):
+    with _two_machines(setting, joined, _PATIENT * setting.timeout_s) as (server, second):
         done, cases = asyncio.run(_disturb(setting, server, second))
         ended = server.end()
     faults = [f"{each.name}: the server did not come back" for each in done if each.again_s is None]
@@ -171,7 +173,7 @@ async def _harm(name: str, setting: Setting, server: Subject, second: _Second) -
         second.start()
     else:
         link.cut()
-        await asyncio.sleep(1.5 * setting.timeout_s)
+        await asyncio.sleep(1.5 * _PATIENT * setting.timeout_s)
         link.cut(cut=False)
 
 
@@ -192,7 +194,7 @@ async def _serves_again(server: Subject, second: _Second, load: Load, begun: flo
 def _not_healed(setting: Setting, joined: Network) -> tuple[float | None, list[str], list[str]]:
     """Cut the link for ever: seconds until both have ended, their last lines, and the faults."""
     most_s = _MOST_SILENCES * setting.timeout_s
-    with _two_machines(setting, joined) as (server, second):
+    with _two_machines(setting, joined, setting.timeout_s) as (server, second):
         asyncio.run(_load_for(server, setting.requests, _PROGRESS_S))
         joined.link.cut()
         begun = time.monotonic()

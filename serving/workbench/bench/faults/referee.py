@@ -130,7 +130,7 @@ class Referee:
 
     async def _logits(self, client: httpx.AsyncClient, tokens: Sequence[int]) -> Tensor:
         """The logits after these tokens, `[vocab]`, up to a constant. What is less likely than the most likely 1024
-        shares what is left."""
+        shares what is left, so edges between the tokens of a larger vocabulary are not exact."""
         most = min(self.vocab_size, _MOST_LOGPROBS)
         body = {"logprobs": most, "return_tokens_as_token_ids": True, "temperature": 0, "ignore_eos": True}
         choice = await self._post(client, {"prompt": tokens, "max_tokens": 1, **body})
