@@ -155,10 +155,6 @@ class EngineClient:
                 output = await stream.get()
                 finished = output.finish_reason is not None
                 yield output
-        except UBatchError:
-            finished = True
-            self._drop(request_id)
-            raise
         finally:
             if not finished:
                 self._abort(request_id)

@@ -35,7 +35,16 @@ from serving.engine.run_folder import RunFolder
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive, NodeFound, NodeHeard
-from serving.engine.wire.rendezvous import PATIENCE, Place, Run, claim_node, connect_store, join_run, post_node
+from serving.engine.wire.rendezvous import (
+    PATIENCE,
+    NodeTaken,
+    Place,
+    Run,
+    claim_node,
+    connect_store,
+    join_run,
+    post_node,
+)
 from serving.logs import log_event
 from serving.network import warn_of_loopback
 from ubatch import ConfigError, UBatchError
@@ -102,7 +111,7 @@ def _run_once(
         folder = RunFolder()
         ending.callback(folder.remove)
         place = Place(folder.path, options.master_addr, options.master_port)
-        run, options = _join(place, options)
+        run, options = _join_next(place, options)
         link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
         ending.callback(link.close)
         told.listen()
@@ -146,6 +155,20 @@ def _await_node_0(options: EngineOptions, patience_s: float, told_to_end: _Told)
             time.sleep(_LOOK_S)
         else:
             return
+
+
+def _join_next(place: Place, options: EngineOptions) -> tuple[Run, EngineOptions]:
+    """As `_join`. If engines may be started again, the run that answers may be one that has failed: then its store ends
+    within `timeout_s`, and the next one is joined."""
+    until = time.monotonic() + (options.dbo.timeout_s if options.restarts.max_engine_restarts else 0.0)
+    while True:
+        try:
+            return _join(place, options)
+        except UBatchError as error:
+            fits = isinstance(error, NodeTaken) or not isinstance(error, ConfigError)
+            if not fits or time.monotonic() > until:
+                raise
+        time.sleep(_LOOK_S)
 
 
 def _join(place: Place, options: EngineOptions) -> tuple[Run, EngineOptions]:

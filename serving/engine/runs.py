@@ -2,7 +2,7 @@
 
     start      the first run; what goes wrong in it is not tried again
     failed     who is to blame is found out, the run is ended, and the next one begins, if `RestartBudget` allows it
-    given up   it does not, or a node is lost, or this machine cannot start processes any more
+    given up   it does not, or a node is lost, or engines cannot be started for any other reason
 
 What ranks have prepared outlives their processes (`kept`).
 """
@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from serving.engine.blame import Blame, blame
@@ -24,8 +25,8 @@ from serving.engine.restarts import Pause, RestartBudget, RestartReason
 from serving.engine.run import EngineRun, RunFailed
 from serving.engine.wire import messages as wire
 from serving.logs import log_event
+from serving.network import numeric_address
 from serving.requests import EngineDead
-from ubatch import UBatchError
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class EngineRuns:
         self.serves = False
         self.pause: Pause | None = None
         self.dead: EngineDead | None = None
+        self._address = ""
         self._work: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -87,6 +89,8 @@ class EngineRuns:
         except RunFailed as error:
             failed = error.failed
             raise start_error(failed, self._options.describe_rank(failed.rank)) from None
+        if self._options.nnodes > 1:
+            self._address = numeric_address(self._options.master_addr)
         self._serve(self.run)
         if self._work is not None:  # a rank has failed meanwhile
             await self._work
@@ -131,43 +135,49 @@ class EngineRuns:
             self._give_up(failed.rank, error)
 
     async def _recover(self, failed: wire.Failed, error: EngineDead) -> None:
-        self._owner.interrupted()
+        try:
+            self._owner.interrupted()
+            if self._budget.may_restart(failed.reason, searching=self._owner.blamed(await self._blame(failed), error)):
+                what = "engine failed"
+                log_event(_logger, what, level=logging.ERROR, rank=failed.rank, error=error, then="start again")
+                await self._start_again(error)
+            else:
+                self._give_up(failed.rank, error)
+        except Exception as failure:  # this machine cannot start processes any more, for example
+            _logger.exception("engines cannot be started again")
+            self._give_up(failed.rank, EngineDead(f"engines cannot be started again: {failure}"))
+
+    async def _blame(self, failed: wire.Failed) -> Blame:
         found = blame(self._options, failed, self.run.found())
         silent = failed.reason is RestartReason.HUNG  # its node knows whether it is stopped
         if self._options.nnodes > 1 and (found.inside or silent):  # other nodes have requests in the step, too
-            found = blame(self._options, failed, await self.run.ask_found(str(error)))
-        searching = self._owner.blamed(found, error)
-        if self._budget.may_restart(found.reason, searching=searching):
-            log_event(_logger, "engine failed", level=logging.ERROR, rank=failed.rank, error=error, then="start again")
-            await self._start_again(error)
-        else:
-            self._give_up(failed.rank, error)
+            found = blame(self._options, failed, await self.run.ask_found(failed.text))
+        return found
 
     async def _start_again(self, error: EngineDead) -> None:
         """Begin runs until one is ready, or they have failed too often."""
         begun, first = time.monotonic(), str(error).splitlines()[0]
         await self.run.end(0.0, first, again=True)
+        options = self._options
+        if options.nnodes > 1:  # what names the address may be gone with the link
+            options = replace(options, master_addr=self._address)
         while True:
-            self.run = run = EngineRun(
-                self._options, self._owner.heard, self._failed, rejoins_s=self._options.dbo.timeout_s
-            )
+            self.run = run = EngineRun(options, self._owner.heard, self._failed, rejoins_s=options.dbo.timeout_s)
             try:
                 await run.start(self._main, self._kept)
                 break
             except RunFailed as again:
                 failed = again.failed
-                error = dead_error(failed, self._options.describe_rank(failed.rank), "did not start")
-                await run.end(0.0, str(error), again=True)
+                error = dead_error(failed, options.describe_rank(failed.rank), "did not start")
                 if failed.reason is RestartReason.UNREACHABLE:  # it has had its time to come back
-                    error = EngineDead(f"{first} Engines were started again, but {error}")
-                elif self._budget.may_restart(failed.reason):
-                    log_event(_logger, "engine did not start again", level=logging.ERROR, rank=failed.rank, error=error)
-                    continue
-                self._give_up(failed.rank, error)
-                return
-            except (UBatchError, OSError) as failure:
-                self._give_up(self._options.local_ranks[0], EngineDead(f"engines cannot be started again: {failure}"))
-                return
+                    error, more = EngineDead(f"{first} Engines were started again, but {error}"), False
+                else:
+                    more = self._budget.may_restart(failed.reason)
+                await run.end(0.0, str(error), again=more)
+                if not more:
+                    self._give_up(failed.rank, error)
+                    return
+                log_event(_logger, "engine did not start again", level=logging.ERROR, rank=failed.rank, error=error)
         self._budget.expected_s = time.monotonic() - begun
         log_event(_logger, "engines serve again", seconds=self._budget.expected_s)
         for rank, pid in run.pids.items():

@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from attention import BlockAllocator, KVCacheError, RequestToTokenTable
+from attention import BlockAllocator, KVCacheError, KVCacheExhausted, RequestToTokenTable
 from model_runner import (
     FAULTS,
     PENDING_TOKEN,
@@ -126,7 +126,8 @@ class Scheduler:
             grammar: made from `params.grammar`, for this request only.
 
         Raises:
-            RequestError, KVCacheExhausted: see `check_new`; or it has the text of a grammar, but no grammar.
+            RequestError, KVCacheExhausted: see `check_new`; or it has the text of a grammar, but no grammar; or it has
+                tokens from another engine, and no room for more.
         """
         self.check_new(given)
         if (grammar is None) is not (given.params.grammar is None):
@@ -135,6 +136,11 @@ class Scheduler:
         asked = len(given.token_ids) + given.params.max_tokens
         # The last token of an output is never computed, so it needs no KV.
         limit = min(asked, self._config.max_model_len, self.kv.max_tokens + 1)
+        if len(given.token_ids) + len(given.generated) >= limit:
+            raise KVCacheExhausted(
+                f"request {given.request_id!r} cannot go on on another rank: it has "
+                f"{len(given.token_ids) + len(given.generated)} tokens, and the KV cache there holds {limit - 1}."
+            )
         request = TrackedRequest.of(
             given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids, grammar=grammar
         )

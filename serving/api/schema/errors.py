@@ -26,6 +26,7 @@ from ubatch.errors import SHOWN_CHARACTERS, cut, shown
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+POISONOUS = "poisonous_request"
 UNSUPPORTED = "unsupported"  # type of the validation error for an unsupported field
 
 
@@ -92,16 +93,19 @@ def as_api_error(error: Exception) -> ApiError:
         case EngineRestarting():
             return ApiError(503, str(error), code="engine_restarting", retry_after_s=error.retry_after_s)
         case PoisonousRequest():
-            return ApiError(500, str(error), code="poisonous_request")
+            return ApiError(500, str(error), code=POISONOUS)
         case _:
             logger.error("a request failed", exc_info=error)
             return ApiError(500, "The server failed during this request; its log says why.")
 
 
 def error_response(error: ApiError) -> Response:
-    """The HTTP response for an error; 503 has `Retry-After`, in whole seconds."""
+    """The HTTP response for an error; 503 has `Retry-After`, in whole seconds. OpenAI's clients try again after every
+    other 500; not a request that would kill engines again."""
     retry_after = {"Retry-After": str(math.ceil(error.retry_after_s))}
     headers = retry_after if error.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    if error.code == POISONOUS:
+        headers["X-Should-Retry"] = "false"
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     content = msgspec.json.encode(error.body)

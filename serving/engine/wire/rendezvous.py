@@ -188,14 +188,18 @@ def post_node(store: Store, options: EngineOptions) -> None:
     said.set(f"nodes/{options.node_rank}", describe_shape(options))
 
 
+class NodeTaken(ConfigError):
+    """A node with the same rank has joined the run already: another one, or this one before it was started again."""
+
+
 def claim_node(run: Run, node_rank: int) -> None:
     """Take a node rank in a run that this process has joined.
 
     Raises:
-        ConfigError: another node has joined with the same node rank.
+        NodeTaken: another node has joined with the same node rank.
     """
     if run.said.add(f"joined/{node_rank}", 1) > 1:
-        raise ConfigError(
+        raise NodeTaken(
             f"a node with --node-rank {node_rank} has joined node 0's run already. Give every node a rank of its own; "
             f"if this is the same one, started again, start node 0 again, too."
         )

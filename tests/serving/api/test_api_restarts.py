@@ -218,6 +218,7 @@ def test_a_poisonous_request_is_told_so(path: str) -> None:
         answer = post(FakeEngine(fail_after=0, failure=poisonous), path, {**BODIES[path], **body})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["message"]) == (500, "poisonous_request", str(poisonous))
+        assert body.get("stream") or answer.headers["x-should-retry"] == "false"
     begun = FakeEngine(reply=says("Hello there"), fail_after=2, failure=poisonous)
     text = post(begun, path, {**BODIES[path], "stream": True}).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import signal
@@ -11,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import zmq
 from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, tiny, tokens_of, wait_for
 from engine_served import PARAMS, PROMPTS, Served
 
@@ -20,6 +23,7 @@ from model_runner import SamplingParams
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.options import RestartLimits
 from serving.engine.rank.process import run_engine
+from serving.engine.run_host import RunHost
 from serving.engine.wire.rendezvous import Place
 from serving.requests import EngineDead, EngineRestarting, PoisonousRequest, RequestInput
 from ubatch import UBatchConfig
@@ -207,6 +211,24 @@ def test_a_request_that_kills_engines_ends_alone() -> None:
         assert client.pause is None
         assert 3 <= client.restarts["failed"] <= 7
         assert await all_outputs(client, "again") == undisturbed
+
+    served.run(scenario())
+    served.close()
+
+
+def test_whatever_keeps_engines_from_starting_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only this project's errors: nobody would tell the clients, which would wait for ever."""
+    served = Served(restarting())
+    client = served.client
+
+    async def scenario() -> None:
+        running = asyncio.create_task(one_after_the_other(client))
+        monkeypatch.setattr(RunHost, "__init__", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
+        await kill_one(client)
+        with pytest.raises(EngineDead, match="engines cannot be started again: Too many open files"):
+            await running
+        assert str(await client.wait_dead()).startswith("engines cannot be started again")
+        assert client.pause is None
 
     served.run(scenario())
     served.close()

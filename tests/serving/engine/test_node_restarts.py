@@ -16,7 +16,9 @@ from engine_mains import engine_of_rank, tiny, tokens_of, two_nodes, wait_for
 from model_runner import SamplingParams
 from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
+from serving.engine.launch import LocalEngines
 from serving.engine.options import RestartLimits
+from serving.engine.run_host import RunHost
 from ubatch import UBatchConfig
 
 pytestmark = pytest.mark.ranks
@@ -96,3 +98,24 @@ def test_a_node_that_was_lost_comes_back_or_the_run_ends_by_name() -> None:
                 each.join()
 
     asyncio.run(scenario())
+
+
+def test_a_node_waits_until_the_run_that_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store may still answer: on a GPU it does so as long as the ranks live, which take seconds to die."""
+    kill = LocalEngines.kill
+
+    def kill_late(engines: LocalEngines) -> None:
+        if 0 in engines.ranks:
+            time.sleep(1.5)
+        kill(engines)
+
+    monkeypatch.setattr(RunHost, "admit_no_more", lambda host: None)
+    monkeypatch.setattr(LocalEngines, "kill", kill_late)
+
+    async def scenario() -> int:
+        async with two_nodes(restarts=RestartLimits(3)) as (client, node):
+            before, after = await disturbed(client, lambda: os.kill(client.pids[0] or 0, signal.SIGKILL))
+            assert after == before
+        return await asyncio.wait_for(node, 30)
+
+    assert asyncio.run(scenario()) == 0

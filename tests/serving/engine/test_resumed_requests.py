@@ -11,6 +11,7 @@ from engine_mains import core_over
 from grammars import compiler, regex
 from repository import TINY_CHAT
 
+from attention import KVCacheExhausted
 from model_runner import FinishReason, ModelRunner, SamplingParams
 from model_runner.speculation import NgramProposer
 from serving.engine.rank.core import EngineCore
@@ -121,3 +122,12 @@ def test_a_resumed_request_is_counted_once(runner: ModelRunner) -> None:
     assert counted.prompt_tokens == sum(map(len, PROMPTS.values()))
     assert counted.generation_tokens == sum(len(output.token_ids) for output in outputs.values())
     assert outputs["a form"].finish_reason is FinishReason.STOP
+
+
+def test_one_that_does_not_fit_another_rank_is_refused_there(runner: ModelRunner) -> None:
+    """Else it would stay at the head of the queue, and no other request would run."""
+    core = engine(runner)
+    given = RequestInput("a", [1] * 100, SamplingParams(max_tokens=100), generated=(2,) * 28)
+    with pytest.raises(KVCacheExhausted, match="cannot go on on another rank: it has 128 tokens"):
+        core.add(given)
+    assert not core.has_work
