@@ -95,9 +95,10 @@ def may_differ(
 ) -> bool:
     """Whether rounding decides between the two tokens of a difference.
 
-    It does if the undisturbed server, which now computes in one pass what it had generated token by token, gives the other
-    token itself: rounding may also change which experts a token visits. Otherwise, greedy: their logits, after penalties and bias, tie within `NEAR`. Sampled: the draw lies within `NEAR` of an edge
-    of the distribution, or the truncation has its limit within `NEAR` of a token.
+    It does if the undisturbed server gives the other token itself, now that it computes in one pass what it had
+    generated token by token: rounding may also change which experts a token visits. Otherwise, greedy: their logits,
+    after penalties and bias, tie within `NEAR`. Sampled: the draw lies within `NEAR` of an edge of the distribution, or
+    the truncation has its limit within `NEAR` of a token.
 
     Args:
         logits: `[vocab]`, of an undisturbed server, in this place.
