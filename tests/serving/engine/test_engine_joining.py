@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from children import exit_code, in_child
@@ -54,7 +55,7 @@ def test_a_node_0_that_accepts_and_then_says_nothing_is_named() -> None:
 def test_a_node_0_that_is_started_later_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "serving")
     port = free_port()
-    waiting = threading.Thread(target=_await_node_0, args=(node_1(port),), daemon=True)
+    waiting = threading.Thread(target=_await_node_0, args=(node_1(port), 60.0, Mock(number=0)), daemon=True)
     waiting.start()
     waiting.join(3 * TIMEOUT_S)
     assert waiting.is_alive(), "its machine answers"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,12 @@ def restarting(most: int = 3, **options: Any) -> EngineOptions:
 async def all_outputs(client: EngineClient, prefix: str) -> list[list[int]]:
     named = enumerate(zip(PROMPTS, LONGER, strict=True))
     return await asyncio.gather(*[tokens_of(client, f"{prefix}-{index}", *each) for index, each in named])
+
+
+async def one_after_the_other(client: EngineClient) -> None:
+    """Requests for as long as there are engines."""
+    for number in itertools.count():
+        await tokens_of(client, f"request {number}", PROMPTS[0], LONGER[0])
 
 
 async def kill_one(client: EngineClient, number: int = signal.SIGKILL, rank: int = 0) -> None:
@@ -110,7 +118,7 @@ def test_one_failure_too_many_ends_the_run_as_without_restarts() -> None:
     client = served.client
 
     async def scenario() -> None:
-        running = asyncio.create_task(tokens_of(client, "a", PROMPTS[0], replace(LONGER[0], max_tokens=400)))
+        running = asyncio.create_task(one_after_the_other(client))
         await kill_one(client)
         assert await wait_for(lambda: client.pause is None)
         pids = [pid for pid in client.pids.values() if pid is not None]
@@ -130,7 +138,7 @@ def test_engines_may_be_closed_while_they_are_started_again() -> None:
     client = served.client
 
     async def scenario() -> None:
-        running = asyncio.create_task(tokens_of(client, "a", PROMPTS[0], LONGER[0]))
+        running = asyncio.create_task(one_after_the_other(client))
         await kill_one(client)
         assert await wait_for(lambda: bool(client.pids) and None not in client.pids.values())
         await client.close()
@@ -143,7 +151,7 @@ def test_engines_may_be_closed_while_they_are_started_again() -> None:
 
 
 def test_a_stopped_engine_is_replaced() -> None:
-    served = Served(restarting(dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2)))
+    served = Served(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2)))
     client = served.client
 
     async def scenario() -> None:
@@ -159,25 +167,23 @@ def test_a_stopped_engine_is_replaced() -> None:
     served.close()
 
 
-def fails_once_started(options: EngineOptions, rank: int, place: Place) -> None:
-    """An engine that starts once only."""
-    mark = place.folder.parent / f"started-{os.getppid()}"
-    if mark.exists():
-        mark.unlink()
+def fails_when_it_starts_again(options: EngineOptions, rank: int, place: Place) -> None:
+    """An engine whose second process fails while it starts."""
+    assert options.profile_folder is not None
+    started = options.profile_folder / "started"
+    started.write_text(f"{started.read_text() if started.exists() else ''}!")
+    if started.read_text() == "!!":
         exit_at_once(options, rank, place)
-    mark.touch()
     run_engine(options, rank, place)
 
 
-def test_a_failure_during_the_restart_counts_as_one_more() -> None:
-    served = Served(restarting(2), fails_once_started)
+def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None:
+    served = Served(restarting(2, profile_folder=tmp_path), fails_when_it_starts_again)
     client = served.client
 
     async def scenario() -> None:
-        running = asyncio.create_task(tokens_of(client, "a", PROMPTS[0], LONGER[0]))
-        await asyncio.sleep(0.2)
         await kill_one(client)
-        assert len(await running) == LONGER[0].max_tokens
+        assert len(await tokens_of(client, "a", PROMPTS[0], LONGER[0])) == LONGER[0].max_tokens
         assert sum(client.restarts.values()) == 2
 
     served.run(scenario())
