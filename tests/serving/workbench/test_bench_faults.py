@@ -114,9 +114,16 @@ def test_penalties_decide_what_ties() -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_a_sampled_difference_is_excused_near_an_edge(edge: float) -> None:
-    found = Difference(0, 2, 0, 1)
+    found = Difference(0, 2, 0, 4)
     assert excused(found, seed_near(edge, 5e-5), temperature=1.0)
     assert not excused(found, seed_near(edge + 0.01, 5e-3), temperature=1.0)
+
+
+def test_a_difference_is_excused_where_the_undisturbed_server_gives_the_other_token_too() -> None:
+    inside = seed_near(0.6, 1e-2)
+    assert excused(Difference(0, 2, 2, 1), inside, temperature=1.0)
+    assert not excused(Difference(0, 2, 1, 2), inside, temperature=1.0)
+    assert excused(Difference(0, 2, 1, 0)), "greedy: 0 is the likeliest"
 
 
 def test_or_near_the_limit_of_a_truncation() -> None:

@@ -18,7 +18,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from model_runner import SamplingParams
+from model_runner import SamplingParams, sample
 from model_runner.sampling.draws import uniform
 from model_runner.sampling.penalties import SamplingRow, adjust_logits
 from serving.workbench.bench.faults.answers import Answer, Asked, Choice
@@ -95,8 +95,10 @@ def may_differ(
 ) -> bool:
     """Whether rounding decides between the two tokens of a difference.
 
-    Greedy: their logits, after penalties and bias, tie within `NEAR`. Sampled: the draw lies within `NEAR` of an edge
-    of the distribution, or the truncation has its limit within `NEAR` of a token.
+    It does if the undisturbed server gives the other token itself, now that it computes in one pass what it had
+    generated token by token: rounding may also change which experts a token visits. Otherwise, greedy: their logits,
+    after penalties and bias, tie within `NEAR`. Sampled: the draw lies within `NEAR` of an edge of the distribution, or
+    the truncation has its limit within `NEAR` of a token.
 
     Args:
         logits: `[vocab]`, of an undisturbed server, in this place.
@@ -107,6 +109,8 @@ def may_differ(
         return False  # one goes on after the other's end, with the same tokens: no rounding does that
     draw = uniform(seed, len(output))
     row = SamplingRow(params, draw, torch.tensor(sorted(set(prompt)), dtype=torch.int64), output)
+    if int(sample(logits[None], {0: row})) == found.got:
+        return True
     adjusted = adjust_logits(logits[None].clone(), [row])[0].double()
     if (adjusted[found.expected] - adjusted[found.got]).abs() <= NEAR:
         return True

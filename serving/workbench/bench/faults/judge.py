@@ -19,11 +19,11 @@ _NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": 1.0}
 def faults_of_answers(tally: Tally, *, exact: bool) -> list[str]:
     """Faults in the answers that came while a server was disturbed."""
     lost, wrong, excused = (tally.counts[each] for each in (Verdict.LOST, Verdict.WRONG, Verdict.EXCUSED))
-    first = "; ".join(tally.problems[:2])
+    first = {each: next(iter(tally.told(each)), "") for each in Verdict}
     broken = {
         "no request was answered": not tally.requests,
-        f"{lost} of {tally.requests} requests were lost: {first}": lost,
-        f"{wrong} of {tally.requests} requests got another text: {first}": wrong and exact,
+        f"{lost} of {tally.requests} requests were lost: {first[Verdict.LOST]}": lost,
+        f"{wrong} of {tally.requests} requests got another text: {first[Verdict.WRONG]}": wrong and exact,
         f"{excused} of {tally.requests} texts differ where rounding decides": (
             excused > max(1.0, MOST_EXCUSED * tally.requests) and exact
         ),

@@ -54,9 +54,12 @@ class Tally:
 
     def add(self, verdict: Verdict, why: str) -> None:
         self.counts[verdict] += 1
-        told = self.excuses if verdict is Verdict.EXCUSED else self.problems
-        if verdict is not Verdict.EQUAL and len(told) < _EXAMPLES:
-            told.append(f"{verdict}: {why}")
+        if verdict is not Verdict.EQUAL and len(self.told(verdict)) < _EXAMPLES:
+            (self.excuses if verdict is Verdict.EXCUSED else self.problems).append(f"{verdict}: {why}")
+
+    def told(self, verdict: Verdict) -> list[str]:
+        """The first of this verdict, in words."""
+        return [each for each in [*self.problems, *self.excuses] if each.startswith(f"{verdict}: ")]
 
     def as_json(self) -> dict[str, Any]:
         counts = {each.value: self.counts[each] for each in Verdict}
