@@ -302,13 +302,23 @@ def _run_forked(server: int, received: int, told: int, out: int, err: int, *othe
         _close(told, out, err)
         forkserver._forkserver._inherited_fds = list(others)  # type: ignore[attr-defined]  # `DupFd` takes them there
         status = _main(received)
-    except Exception:
+    except SystemExit as exit:  # of the main module while it is imported; later ones are statuses already
+        status = _status_of(exit)
+    except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _status_of(exit: SystemExit) -> int:
+    """As the interpreter ends with it."""
+    if exit.code is None or isinstance(exit.code, int):
+        return exit.code or 0
+    print(exit.code, file=sys.stderr)
+    return 1
 
 
 def _main(received: int) -> int:

@@ -161,6 +161,41 @@ def test_how_each_has_ended_is_told() -> None:
     assert killed not in multiprocessing.active_children()
 
 
+class Ends:
+    """Raises where it is unpickled, as a main module that is imported there may."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        return raises, (self._error,)
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (SystemExit(78), 78, ""),
+        (SystemExit(), 0, ""),
+        (SystemExit("not here"), 1, "not here\n"),
+        (KeyboardInterrupt("by hand"), 1, "KeyboardInterrupt: by hand"),
+        (ValueError("wrong"), 1, "ValueError: wrong"),
+    ],
+    ids=repr,
+)
+def test_one_that_ends_before_it_runs_ends_as_if_spawned(
+    error: BaseException, status: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = start(print, Ends(error))
+    assert how_it_ended(process) == f"died with exit status {status}"
+    written = capfd.readouterr().err
+    assert said in written
+    assert bool(said) == bool(written)
+
+
 def test_signals_that_reach_every_process_do_not_end_the_server(server: ForkServer) -> None:
     start(exit_7).join()  # it serves
     for number in (signal.SIGINT, signal.SIGTERM):
