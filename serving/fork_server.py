@@ -242,13 +242,15 @@ def serve_imported(connection: int, before: Mapping[signal.Signals, Any]) -> NoR
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     told: dict[int, int] = {}  # process id -> where to write its exit status
     caller = socket.socket(fileno=connection)
-    watched: list[Any] = [caller, woken]
+    watched = select.poll()  # `select` would refuse descriptors from 1,024 on, and the caller's may have any number
+    for each in (caller.fileno(), woken):
+        watched.register(each, select.POLLIN)
     while True:
-        ready = select.select(watched, [], [])[0]
+        ready = {each for each, _ in watched.poll()}
         if woken in ready:
             os.read(woken, 1 << 12)
             _tell_of_ended(told)
-        if caller in ready:
+        if caller.fileno() in ready:
             asked, descriptors, _, _ = socket.recv_fds(caller, 1, _MOST_DESCRIPTORS)
             if not asked:
                 os._exit(0)

@@ -266,6 +266,17 @@ def test_a_process_sees_that_its_caller_is_gone(monkeypatch: pytest.MonkeyPatch)
     os.close(Caller.sentinel)
 
 
+def test_a_caller_may_have_many_open_files() -> None:
+    def body() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        while os.dup(2) < 1100:
+            pass
+        fork_server.use(forked_server())
+        assert how_it_ended(start(exit_7)) == "died with exit status 7"
+
+    assert exit_code(in_child(body)) == 0
+
+
 # -- which server ------------------------------------------------------------------------------------------------------
 
 
