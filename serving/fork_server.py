@@ -4,7 +4,7 @@
                process.start()  sends a request: descriptors, among them a pipe for what the process is to run
     server     forks; sends the process's id, and its exit status when it has ended
     process    runs its function as one that `multiprocessing` spawns: with the caller's environment, folder, arguments,
-               main module, limit of open files, standard output and error
+               main module, limit of open files, file mode mask, cores, standard output and error
 
 The server does nothing else. It has one thread, as a fork takes only one along; it never touches a GPU; and it does not
 import Triton. It ignores SIGINT and SIGTERM, which often reach every process of a group while the caller still drains.
@@ -34,7 +34,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import set_spawning_popen
@@ -162,6 +162,26 @@ class _Inherited(NamedTuple):
 
     environ: Mapping[str, str]
     open_files: tuple[int, int]
+    umask: int
+    cores: Set[int] | None
+
+    @classmethod
+    def of_this_process(cls) -> _Inherited:
+        with _changing:
+            umask = os.umask(0o077)  # it can only be read by setting it; files of other threads may be too private
+            os.umask(umask)
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        return cls(dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE), umask, cores)
+
+    def take(self) -> None:
+        """Make them this process's."""
+        if dict(os.environ) != self.environ:
+            os.environ.clear()
+            os.environ.update(self.environ)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.open_files)
+        os.umask(self.umask)
+        if self.cores is not None:
+            os.sched_setaffinity(0, self.cores)
 
 
 class _Forked(popen_forkserver.Popen):
@@ -175,7 +195,7 @@ class _Forked(popen_forkserver.Popen):
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(_Inherited(dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)), data)
+            reduction.dump(_Inherited.of_this_process(), data)
             reduction.dump(spawn.get_preparation_data(process.name), data)
             reduction.dump(process, data)
         finally:
@@ -331,10 +351,7 @@ def _main(received: int) -> int:
         itself._inheriting = True  # type: ignore[attr-defined]
         try:
             inherited: _Inherited = pickle.load(file)
-            if dict(os.environ) != inherited.environ:
-                os.environ.clear()
-                os.environ.update(inherited.environ)
-            resource.setrlimit(resource.RLIMIT_NOFILE, inherited.open_files)
+            inherited.take()
             spawn.prepare(pickle.load(file))
             process = pickle.load(file)
         finally:

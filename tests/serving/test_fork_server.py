@@ -90,6 +90,16 @@ def open_files() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def cores() -> set[int]:
+    return os.sched_getaffinity(0)
+
+
 def arguments() -> list[str]:
     return sys.argv
 
@@ -128,6 +138,17 @@ def test_a_process_is_where_its_caller_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert (variable, folder, words) == ("mine", str(tmp_path), ["one", "two"])
     assert files == (soft - 1, hard)
     assert own == [signal.SIG_DFL, signal.SIG_DFL]
+
+
+def test_it_has_its_callers_file_mode_mask_and_cores() -> None:
+    mask, all_cores = os.umask(0o027), cores()
+    os.sched_setaffinity(0, {max(all_cores)})
+    try:
+        assert ask(umask, cores) == [0o027, {max(all_cores)}]
+        assert umask() == 0o027, "starting it has not changed the caller's"
+    finally:
+        os.sched_setaffinity(0, all_cores)
+        os.umask(mask)
 
 
 def say(text: str) -> None:
