@@ -301,6 +301,18 @@ def test_a_caller_may_have_many_open_files() -> None:
 # -- which server ------------------------------------------------------------------------------------------------------
 
 
+def test_a_child_of_a_fork_leaves_its_parents_server_alone() -> None:
+    before = fork_server._current
+    fork_server.use(forked_server())
+    try:
+        pid = pid_of(fork_server.begin())
+        assert exit_code(in_child(lambda: None)) == 0
+        assert pid_of(fork_server.begin()) == pid
+    finally:
+        fork_server.begin().close()
+        fork_server.use(before)
+
+
 class Child:
     """A server's process that does nothing."""
 
