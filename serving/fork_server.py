@@ -156,6 +156,11 @@ class ForkedProcess(BaseProcess):
     def _Popen(process: BaseProcess) -> _Forked:  # noqa: N802 - so multiprocessing calls it
         return _Forked(process)
 
+    def release(self) -> None:
+        """Close its descriptors, once it has ended and nobody waits for its `sentinel`. Its exit status stays known."""
+        if self._popen is not None:  # type: ignore[attr-defined]
+            self._popen.close()  # type: ignore[attr-defined]
+
 
 class _Inherited(NamedTuple):
     """What a process that is spawned would inherit from its caller."""
@@ -203,6 +208,7 @@ class _Forked(popen_forkserver.Popen):
         try:
             self._ask(data.getbuffer())
         except (OSError, EOFError):  # the server has ended just now
+            self.close()
             try:
                 self._ask(data.getbuffer())
             except (OSError, EOFError) as error:

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 from children import exit_code, in_child
-from engine_mains import is_alive, wait_until
+from engine_mains import is_alive, tiny, wait_until
 from forked import forked_server
 
 from serving import fork_server
+from serving.engine import EngineOptions
+from serving.engine.launch import LocalEngines
+from serving.engine.wire.rendezvous import Place
 from serving.fork_server import CannotFork, ForkedProcess, ForkServer
 from serving.processes import Orphaned, check_parent, how_it_ended
 
@@ -296,6 +299,39 @@ def test_a_caller_may_have_many_open_files() -> None:
         assert how_it_ended(start(exit_7)) == "died with exit status 7"
 
     assert exit_code(in_child(body)) == 0
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def exit_as_rank(options: EngineOptions, rank: int, place: Place) -> None:
+    sys.exit(rank)
+
+
+def test_engines_that_have_ended_hold_no_descriptors(tmp_path: Path) -> None:
+    """One run follows another, and garbage is not collected between them."""
+    before = open_descriptors()
+    engines = LocalEngines(tiny(2), Place(tmp_path), exit_as_rank)
+    assert open_descriptors() > before
+    assert engines.join(30)
+    engines.kill()
+    assert open_descriptors() == before
+    assert [engines.exit_status(rank) for rank in (0, 1)] == [0, 1]
+    assert engines.ended(1).text == "died with exit status 1"
+
+
+def test_a_request_to_a_server_that_has_ended_leaves_no_descriptors(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.close()
+    servers = iter([server, forked_server()])
+    monkeypatch.setattr(fork_server, "begin", lambda: next(servers))
+    before = open_descriptors()
+    process = start(exit_7)
+    assert how_it_ended(process) == "died with exit status 7"
+    process.release()
+    assert open_descriptors() == before
 
 
 # -- which server ------------------------------------------------------------------------------------------------------
