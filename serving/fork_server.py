@@ -4,7 +4,7 @@
                process.start()  sends a request: descriptors, among them a pipe for what the process is to run
     server     forks; sends the process's id, and its exit status when it has ended
     process    runs its function as one that `multiprocessing` spawns: with the caller's environment, folder, arguments,
-               main module, limit of open files, standard output and error
+               main module, limit of open files, file mode mask, cores, standard output and error
 
 The server does nothing else. It has one thread, as a fork takes only one along; it never touches a GPU; and it does not
 import Triton. It ignores SIGINT and SIGTERM, which often reach every process of a group while the caller still drains.
@@ -34,7 +34,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import set_spawning_popen
@@ -156,12 +156,37 @@ class ForkedProcess(BaseProcess):
     def _Popen(process: BaseProcess) -> _Forked:  # noqa: N802 - so multiprocessing calls it
         return _Forked(process)
 
+    def release(self) -> None:
+        """Close its descriptors, once it has ended and nobody waits for its `sentinel`. Its exit status stays known."""
+        if self._popen is not None:  # type: ignore[attr-defined]
+            self._popen.close()  # type: ignore[attr-defined]
+
 
 class _Inherited(NamedTuple):
     """What a process that is spawned would inherit from its caller."""
 
     environ: Mapping[str, str]
     open_files: tuple[int, int]
+    umask: int
+    cores: Set[int] | None
+
+    @classmethod
+    def of_this_process(cls) -> _Inherited:
+        with _changing:
+            umask = os.umask(0o077)  # it can only be read by setting it; files of other threads may be too private
+            os.umask(umask)
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+        return cls(dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE), umask, cores)
+
+    def take(self) -> None:
+        """Make them this process's."""
+        if dict(os.environ) != self.environ:
+            os.environ.clear()
+            os.environ.update(self.environ)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.open_files)
+        os.umask(self.umask)
+        if self.cores is not None:
+            os.sched_setaffinity(0, self.cores)
 
 
 class _Forked(popen_forkserver.Popen):
@@ -175,7 +200,7 @@ class _Forked(popen_forkserver.Popen):
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(_Inherited(dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE)), data)
+            reduction.dump(_Inherited.of_this_process(), data)
             reduction.dump(spawn.get_preparation_data(process.name), data)
             reduction.dump(process, data)
         finally:
@@ -183,6 +208,7 @@ class _Forked(popen_forkserver.Popen):
         try:
             self._ask(data.getbuffer())
         except (OSError, EOFError):  # the server has ended just now
+            self.close()
             try:
                 self._ask(data.getbuffer())
             except (OSError, EOFError) as error:
@@ -242,13 +268,15 @@ def serve_imported(connection: int, before: Mapping[signal.Signals, Any]) -> NoR
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     told: dict[int, int] = {}  # process id -> where to write its exit status
     caller = socket.socket(fileno=connection)
-    watched: list[Any] = [caller, woken]
+    watched = select.poll()  # `select` would refuse descriptors from 1,024 on, and the caller's may have any number
+    for each in (caller.fileno(), woken):
+        watched.register(each, select.POLLIN)
     while True:
-        ready = select.select(watched, [], [])[0]
+        ready = {each for each, _ in watched.poll()}
         if woken in ready:
             os.read(woken, 1 << 12)
             _tell_of_ended(told)
-        if caller in ready:
+        if caller.fileno() in ready:
             asked, descriptors, _, _ = socket.recv_fds(caller, 1, _MOST_DESCRIPTORS)
             if not asked:
                 os._exit(0)
@@ -302,13 +330,23 @@ def _run_forked(server: int, received: int, told: int, out: int, err: int, *othe
         _close(told, out, err)
         forkserver._forkserver._inherited_fds = list(others)  # type: ignore[attr-defined]  # `DupFd` takes them there
         status = _main(received)
-    except Exception:
+    except SystemExit as exit:  # of the main module while it is imported; later ones are statuses already
+        status = _status_of(exit)
+    except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _status_of(exit: SystemExit) -> int:
+    """As the interpreter ends with it."""
+    if exit.code is None or isinstance(exit.code, int):
+        return exit.code or 0
+    print(exit.code, file=sys.stderr)
+    return 1
 
 
 def _main(received: int) -> int:
@@ -319,10 +357,7 @@ def _main(received: int) -> int:
         itself._inheriting = True  # type: ignore[attr-defined]
         try:
             inherited: _Inherited = pickle.load(file)
-            if dict(os.environ) != inherited.environ:
-                os.environ.clear()
-                os.environ.update(inherited.environ)
-            resource.setrlimit(resource.RLIMIT_NOFILE, inherited.open_files)
+            inherited.take()
             spawn.prepare(pickle.load(file))
             process = pickle.load(file)
         finally:

@@ -131,6 +131,8 @@ class LocalEngines:
         return not alive
 
     def kill(self) -> None:
-        """Kill the processes that still run, and wait for them."""
+        """Kill the processes that still run, and wait for them. Nobody may watch `sentinels` any more."""
         atexit.unregister(self.kill)
         kill(self._processes.values())
+        for process in self._processes.values():
+            process.release()

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 from children import exit_code, in_child
-from engine_mains import is_alive, wait_until
+from engine_mains import is_alive, tiny, wait_until
 from forked import forked_server
 
 from serving import fork_server
+from serving.engine import EngineOptions
+from serving.engine.launch import LocalEngines
+from serving.engine.wire.rendezvous import Place
 from serving.fork_server import CannotFork, ForkedProcess, ForkServer
 from serving.processes import Orphaned, check_parent, how_it_ended
 
@@ -90,6 +93,16 @@ def open_files() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def cores() -> set[int]:
+    return os.sched_getaffinity(0)
+
+
 def arguments() -> list[str]:
     return sys.argv
 
@@ -130,6 +143,17 @@ def test_a_process_is_where_its_caller_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert own == [signal.SIG_DFL, signal.SIG_DFL]
 
 
+def test_it_has_its_callers_file_mode_mask_and_cores() -> None:
+    mask, all_cores = os.umask(0o027), cores()
+    os.sched_setaffinity(0, {max(all_cores)})
+    try:
+        assert ask(umask, cores) == [0o027, {max(all_cores)}]
+        assert umask() == 0o027, "starting it has not changed the caller's"
+    finally:
+        os.sched_setaffinity(0, all_cores)
+        os.umask(mask)
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -159,6 +183,41 @@ def test_how_each_has_ended_is_told() -> None:
     assert how_it_ended(killed) == "was killed by SIGKILL"
     killed.kill()  # ended: nobody else is killed who has its number now
     assert killed not in multiprocessing.active_children()
+
+
+class Ends:
+    """Raises where it is unpickled, as a main module that is imported there may."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        return raises, (self._error,)
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (SystemExit(78), 78, ""),
+        (SystemExit(), 0, ""),
+        (SystemExit("not here"), 1, "not here\n"),
+        (KeyboardInterrupt("by hand"), 1, "KeyboardInterrupt: by hand"),
+        (ValueError("wrong"), 1, "ValueError: wrong"),
+    ],
+    ids=repr,
+)
+def test_one_that_ends_before_it_runs_ends_as_if_spawned(
+    error: BaseException, status: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = start(print, Ends(error))
+    assert how_it_ended(process) == f"died with exit status {status}"
+    written = capfd.readouterr().err
+    assert said in written
+    assert bool(said) == bool(written)
 
 
 def test_signals_that_reach_every_process_do_not_end_the_server(server: ForkServer) -> None:
@@ -231,7 +290,63 @@ def test_a_process_sees_that_its_caller_is_gone(monkeypatch: pytest.MonkeyPatch)
     os.close(Caller.sentinel)
 
 
+def test_a_caller_may_have_many_open_files() -> None:
+    def body() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        while os.dup(2) < 1100:
+            pass
+        fork_server.use(forked_server())
+        assert how_it_ended(start(exit_7)) == "died with exit status 7"
+
+    assert exit_code(in_child(body)) == 0
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def exit_as_rank(options: EngineOptions, rank: int, place: Place) -> None:
+    sys.exit(rank)
+
+
+def test_engines_that_have_ended_hold_no_descriptors(tmp_path: Path) -> None:
+    """One run follows another, and garbage is not collected between them."""
+    before = open_descriptors()
+    engines = LocalEngines(tiny(2), Place(tmp_path), exit_as_rank)
+    assert open_descriptors() > before
+    assert engines.join(30)
+    engines.kill()
+    assert open_descriptors() == before
+    assert [engines.exit_status(rank) for rank in (0, 1)] == [0, 1]
+    assert engines.ended(1).text == "died with exit status 1"
+
+
+def test_a_request_to_a_server_that_has_ended_leaves_no_descriptors(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.close()
+    servers = iter([server, forked_server()])
+    monkeypatch.setattr(fork_server, "begin", lambda: next(servers))
+    before = open_descriptors()
+    process = start(exit_7)
+    assert how_it_ended(process) == "died with exit status 7"
+    process.release()
+    assert open_descriptors() == before
+
+
 # -- which server ------------------------------------------------------------------------------------------------------
+
+
+def test_a_child_of_a_fork_leaves_its_parents_server_alone() -> None:
+    before = fork_server._current
+    fork_server.use(forked_server())
+    try:
+        pid = pid_of(fork_server.begin())
+        assert exit_code(in_child(lambda: None)) == 0
+        assert pid_of(fork_server.begin()) == pid
+    finally:
+        fork_server.begin().close()
+        fork_server.use(before)
 
 
 class Child:

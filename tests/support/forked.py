@@ -15,7 +15,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, reduction
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,11 @@ class _Child:
     """A child of a fork, to `ForkServer`."""
 
     pid: int
+    parent: int = field(default_factory=os.getpid)
 
     def kill(self) -> None:
+        if os.getpid() != self.parent:  # a later child of the same parent, which forgets it
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
