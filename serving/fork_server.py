@@ -322,7 +322,8 @@ def _run_forked(server: int, received: int, told: int, out: int, err: int, *othe
     """
     status = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if sys.platform == "linux":  # elsewhere a rank notices within a second (`check_parent`)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:
             os._exit(1)
         os.dup2(out, 1)

@@ -1,13 +1,16 @@
 """What a rank leaves behind for the process that takes its place: memory that outlives processes.
 
-A `SharedMemory` has no name in any file system. It lives as long as one process has it open, so a killed server leaves
-nothing behind. The process that starts the ranks makes it and keeps it; ranks get it as an argument.
+A `SharedMemory` has no name in any file system; where the system is not Linux, it is a temporary file without one. It
+lives as long as one process has it open, so a killed server leaves nothing behind. The process that starts the ranks
+makes it and keeps it; ranks get it as an argument.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from multiprocessing import reduction
 from typing import Any
@@ -17,7 +20,11 @@ class SharedMemory:
     """A file in memory. It can be passed to a process that is started; there it is the same memory."""
 
     def __init__(self, name: str) -> None:
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        if sys.platform == "linux":
+            self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.fd = os.dup(file.fileno())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (reduction.DupFd(self.fd),)
