@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from model_runner import RequestError, fresh_seed
+from model_runner import FinishReason, RequestError, fresh_seed
 from serving.engine.blame import Blame
 from serving.engine.launch import EngineMain, require_descriptors
 from serving.engine.options import EngineOptions
@@ -51,6 +51,7 @@ _logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 _SETTLE_S = 0.002
+_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,9 @@ class EngineClient:
     def _watch(self, outputs: Sequence[RequestOutput]) -> None:
         """See who makes progress, so that others may run again."""
         told = [self._suspects.progressed(output.request_id, len(output.token_ids)) for output in outputs]
-        told += [self._suspects.gone(output.request_id) for output in outputs if output.finish_reason is not None]
+        for output in outputs:
+            if output.finish_reason is not None:
+                told.append(self._suspects.gone(output.request_id, well=output.finish_reason in _WELL))
         if any(told):
             self._begin_held()
 
@@ -347,7 +350,7 @@ class EngineClient:
 
     def blamed(self, blame: Blame, error: EngineDead) -> bool:
         """See `runs.Owner`."""
-        verdict = self._suspects.failed(blame.requests, inside=blame.inside, alive=self._router)
+        verdict = self._suspects.failed(blame.requests, inside=blame.inside, alive=self._router.requests)
         for request_id in verdict.guilty:
             self._end_poisonous(request_id, error)
         return verdict.searching

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from serving.engine.prefixes import Prefixes
@@ -150,6 +150,11 @@ class Router:
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._streams
+
+    @property
+    def requests(self) -> Collection[str]:
+        """The ids of all requests, in the order of their arrival."""
+        return self._streams.keys()
 
     @property
     def held(self) -> Sequence[RequestStream]:

@@ -15,27 +15,36 @@ A strike is a failure inside a step that the request was in. `PROGRESS` tokens w
     TEST G    failure outside a step, or by a signal   TEST G
     TEST G    failure inside
                  none of G was in the step             TEST G
-                 G alone in the step, of one request   TEST the next group, or ALL RUN; it is guilty
+                 G alone in the step, of one request   TEST the next group, or ALL RUN; it is guilty, if not in doubt
                  G of one request, others in the step  TEST G: they passed an earlier test; the new engine has only G
                  else                                  TEST the first half of those of G that were in the step, then
                                                        the second, then the others of G, then the next groups
     TEST G    each of G made progress, ended or left   TEST the next group, or ALL RUN. If G is the first half of a
                                                        group that failed, the next one is the second: cut it
 
+Engines that fail whatever runs look the same, and every request would be guilty. Hence *doubt*: it begins with a guilty
+request in whose search no request has made progress or ended well, and it ends once one does. In doubt
+
+    - a request that kills alone is not guilty, but tested again after all others;
+    - what is left of a group that failed is also tested after all others;
+    - one request that is no suspect, if there is one, is tested first;
+    - a failure counts as an ordinary one, so engines that always fail reach that limit.
+
 Of the requests in a failed step, those that had made `PROGRESS` tokens in the same test are not searched further: they
 keep one strike.
 
 How many failures it takes, of requests that kill at each step that they are in, where at most n are in a step: two
 before the search, and max(1, ceil(log2 n)) in it for each guilty one. One more if it kills first in the midst of
-another's search, and one more if others were still in the step when it was to run alone: ceil(log2 n) + 4 at most.
-Each innocent one waits for the search, runs in one test or more, and then freely. Two requests that kill only together
-are cleared both, and kill again: the limit of restarts ends the run.
+another's search, and one more if others were still in the step when it was to run alone: ceil(log2 n) + 4 at most, as
+long as there is no doubt; of these the first is an ordinary one. In doubt groups fail until one without a guilty one is
+tested; without any, until the limit ends the run. Each innocent one waits for the search, runs in one test or more, and
+then freely. Two requests that kill only together are cleared both, and kill again: the limit of restarts ends the run.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 PROGRESS = 8
@@ -51,7 +60,7 @@ class Verdict:
 
     Attributes:
         guilty: requests that have killed an engine while they ran alone; they must not run again.
-        searching: the restart that follows is one of a search: it counts against the search's limit.
+        searching: the restart that follows is one of a search without doubt: it counts against the search's limit.
     """
 
     guilty: tuple[str, ...] = ()
@@ -74,17 +83,22 @@ class Suspects:
     """The strikes of requests, and the search. Its owner calls `failed` before it starts the engines again.
 
     Attributes:
-        watching: whether `progressed` and `gone` have to be called; while nobody is suspected they need not be.
         allowed: the requests that may run; None if all may. It changes in `failed`, and where `progressed` or `gone`
             return True.
     """
 
     def __init__(self) -> None:
-        self.watching = False
         self.allowed: frozenset[str] | None = None
         self._strikes: dict[str, int] = {}
         self._tokens: dict[str, int] = {}  # since its last strike, or since its test has begun
         self._queue: deque[_Group] = deque()
+        self._proved = False  # a request has made progress or ended well since the search began
+        self._doubted = False  # one was called guilty without that; not both are true
+
+    @property
+    def watching(self) -> bool:
+        """Whether `progressed` and `gone` have to be called; while nobody is suspected they need not be."""
+        return bool(self._tokens) or self._doubted
 
     def may_run(self, request_id: str) -> bool:
         """Whether a request may run now. If not, it waits, also if it is new."""
@@ -92,38 +106,51 @@ class Suspects:
 
     # -- events -------------------------------------------------------------------------------------------------
 
-    def failed(self, in_step: Collection[str], *, inside: bool, alive: Container[str]) -> Verdict:
+    def failed(self, in_step: Collection[str], *, inside: bool, alive: Collection[str]) -> Verdict:
         """An engine has failed, and all will be started again.
 
         Args:
             in_step: the requests in the steps that ran, of all ranks that step with the failed one.
             inside: whether it failed inside a step, by a fault of its own.
-            alive: all requests that will go on. One that has ended or was aborted may still have been in a step: it
-                may have been the guilty one, so no other was alone.
+            alive: all requests that will go on, the oldest first. One that has ended or was aborted may still have been
+                in a step: it may have been the guilty one, so no other was alone.
         """
         hit = [request_id for request_id in dict.fromkeys(in_step) if request_id in alive]
         if not inside or not hit:
             return Verdict()
-        searching, alone = bool(self._queue), len(set(in_step)) == 1
-        guilty = self._split_head(hit, alone) if searching else self._begin_search(hit)
+        searching, doubted = bool(self._queue), self._doubted
+        guilty: tuple[str, ...] = ()
+        if searching:
+            guilty = self._split_head(hit, alone=len(set(in_step)) == 1)
+        else:
+            self._begin_search(hit)
+        if self._doubted and self._queue:
+            self._test_another(request_id for request_id in alive if request_id not in guilty)
         self._begin_test()
-        return Verdict(guilty, searching or bool(guilty) or bool(self._queue))
+        return Verdict(guilty, (searching or bool(self._queue)) and not doubted)
 
     def progressed(self, request_id: str, num_tokens: int) -> bool:
         """Count new tokens of a request. Returns whether other requests may run now."""
-        tokens = self._tokens.get(request_id)
+        tokens = self._tokens.get(request_id, 0 if self._doubted else None)
         if tokens is None:
             return False
         self._tokens[request_id] = tokens + num_tokens
         if tokens + num_tokens < PROGRESS:
             return False
+        self._engines_work()
         if not any(request_id in group.requests for group in self._queue):
             self._forget(request_id)
             return False
         return self._end_test()
 
-    def gone(self, request_id: str) -> bool:
-        """A request has ended, or its client has left. Returns whether other requests may run now."""
+    def gone(self, request_id: str, *, well: bool = False) -> bool:
+        """A request has ended, or its client has left. Returns whether other requests may run now.
+
+        Args:
+            well: it has ended with a whole output.
+        """
+        if well:
+            self._engines_work()
         self._forget(request_id)
         for group in self._queue:
             if request_id in group.requests:
@@ -136,31 +163,52 @@ class Suspects:
 
     # -- transitions --------------------------------------------------------------------------------------------
 
-    def _begin_search(self, hit: Sequence[str]) -> tuple[str, ...]:
-        """All run: give strikes, and begin a search if some have many; nobody is guilty yet."""
+    def _begin_search(self, hit: Sequence[str]) -> None:
+        """All run: give strikes, and begin a search if some have many."""
         self._give_strikes(hit)
         suspects = [request_id for request_id in hit if self._strikes[request_id] >= SUSPECT]
         self._queue.extend(_halves(suspects))
-        return ()
+        self._proved = False
 
     def _split_head(self, hit: Sequence[str], alone: bool) -> tuple[str, ...]:
         """The head of the queue has failed: cut it; returns who is guilty."""
-        searched = {request_id for group in self._queue for request_id in group.requests}
+        searched = self._searched()
         self._give_strikes([request_id for request_id in hit if request_id not in searched])
         head, in_step = self._queue[0].requests, set(hit)
         here = [request_id for request_id in head if request_id in in_step]
         if not here or (len(head) == 1 and not alone):
             return ()
         self._queue.popleft()
+        if len(head) == 1 and self._doubted:
+            self._queue.append(_Group(head))
+            return ()
         if len(head) == 1:
             self._forget(head[0])
+            self._doubted = not self._proved
             return tuple(head)
         doubtful = [request_id for request_id in here if self._tokens[request_id] < PROGRESS]
         others = [request_id for request_id in head if request_id not in in_step]
         for request_id in set(here).difference(doubtful):
             self._strikes[request_id], self._tokens[request_id] = 1, 0
-        self._queue.extendleft(reversed([*_halves(doubtful), _Group(others)]))
+        parts = [*_halves(doubtful), _Group(others)]
+        if self._doubted:
+            self._queue.extend(parts)
+        else:
+            self._queue.extendleft(reversed(parts))
         return ()
+
+    def _test_another(self, requests: Iterable[str]) -> None:
+        """Test one that is not searched, if there is one: do engines work at all?"""
+        searched = self._searched()
+        another = next((request_id for request_id in requests if request_id not in searched), None)
+        if another is not None:
+            self._queue.appendleft(_Group([another]))
+
+    def _engines_work(self) -> None:
+        self._proved, self._doubted = True, False
+
+    def _searched(self) -> set[str]:
+        return {request_id for group in self._queue for request_id in group.requests}
 
     def _give_strikes(self, requests: Sequence[str]) -> None:
         for request_id in requests:
@@ -189,12 +237,10 @@ class Suspects:
             head = self._queue[0].requests
             self._tokens.update(dict.fromkeys(head, 0))
             self.allowed = frozenset(head)
-        self.watching = bool(self._strikes)
 
     def _forget(self, request_id: str) -> None:
         self._strikes.pop(request_id, None)
         self._tokens.pop(request_id, None)
-        self.watching = bool(self._strikes)
 
 
 def _halves(requests: Sequence[str]) -> list[_Group]:

@@ -15,8 +15,9 @@ from serving.engine.suspects import PROGRESS, Suspects, Verdict
 NOBODY, SEARCHING = Verdict(), Verdict(searching=True)
 
 
-def fail(suspects: Suspects, in_step: str, *, inside: bool = True, gone: str = "") -> Verdict:
-    return suspects.failed(in_step, inside=inside, alive=set(in_step) - set(gone))
+def fail(suspects: Suspects, in_step: str, *, inside: bool = True, gone: str = "", waiting: str = "") -> Verdict:
+    alive = [request for request in in_step + waiting if request not in gone]
+    return suspects.failed(in_step, inside=inside, alive=alive)
 
 
 def searching(requests: str) -> Suspects:
@@ -71,7 +72,6 @@ def test_a_single_suspect_is_guilty_at_the_third_failure() -> None:
     assert suspects.allowed == {"a"}
     assert fail(suspects, "a") == Verdict(("a",), searching=True)
     assert suspects.allowed is None
-    assert not suspects.watching
 
 
 def test_a_group_is_halved_until_one_is_left() -> None:
@@ -96,6 +96,7 @@ def test_a_second_half_that_must_be_guilty_is_cut_without_a_test() -> None:
     assert suspects.allowed == {"h"}
     assert fail(suspects, "h") == Verdict(("h",), searching=True)
     assert suspects.allowed is None
+    assert not suspects.watching  # engines have worked in this search: no doubt
 
 
 def test_only_requests_of_the_step_are_searched_first() -> None:
@@ -170,16 +171,114 @@ def test_suspects_that_leave_end_their_test() -> None:
     assert not suspects.watching
 
 
+def searched_alone(suspects: Suspects, request: str) -> Verdict:
+    assert fail(suspects, request) == NOBODY
+    assert fail(suspects, request) == SEARCHING
+    return fail(suspects, request)
+
+
+def doubting() -> Suspects:
+    """One was called guilty, and nobody has made progress."""
+    suspects = Suspects()
+    assert searched_alone(suspects, "G") == Verdict(("G",), searching=True)
+    assert suspects.allowed is None
+    assert suspects.watching
+    return suspects
+
+
+def test_in_doubt_nobody_is_guilty_and_failures_are_ordinary_ones() -> None:
+    suspects = doubting()
+    assert fail(suspects, "ab") == NOBODY
+    assert fail(suspects, "ab") == NOBODY
+    for request in "abab":
+        assert suspects.allowed == {request}
+        assert fail(suspects, request) == NOBODY
+
+
+def test_in_doubt_parts_of_a_group_that_failed_come_last() -> None:
+    suspects = doubting()
+    fail(suspects, "abcdefgh")
+    fail(suspects, "abcdefgh")
+    for group in ("abcd", "efgh", "ab", "cd", "ef", "gh", "a", "b", "c"):
+        assert suspects.allowed == set(group)
+        assert fail(suspects, group) == NOBODY
+    clear(suspects, "d")
+    assert suspects.allowed == {"e"}
+    assert fail(suspects, "e") == Verdict(("e",), searching=True)
+
+
+def test_in_doubt_one_that_is_no_suspect_is_tested_first() -> None:
+    suspects = doubting()
+    fail(suspects, "a")
+    assert fail(suspects, "a", waiting="xyz") == NOBODY
+    assert suspects.allowed == {"x"}
+    assert fail(suspects, "x", waiting="ayz") == NOBODY  # it may be another that kills
+    assert suspects.allowed == {"y"}
+    clear(suspects, "y")
+    assert suspects.allowed == {"a"}
+    assert fail(suspects, "a", waiting="xyz") == Verdict(("a",), searching=True)
+    assert suspects.allowed == {"x"}
+
+
+@pytest.mark.parametrize("ended_well", [False, True])
+def test_any_progress_or_whole_output_ends_doubt(ended_well: bool) -> None:
+    suspects = doubting()
+    suspects.progressed("x", PROGRESS - 1)
+    suspects.gone("y")
+    assert suspects.watching
+    if ended_well:
+        suspects.gone("x", well=True)
+    else:
+        suspects.progressed("x", 1)
+    assert not suspects.watching
+    assert searched_alone(suspects, "a") == Verdict(("a",), searching=True)
+
+
+def test_progress_in_an_earlier_search_proves_nothing_in_the_next() -> None:
+    suspects = searching("ab")
+    clear(suspects, "a")
+    assert fail(suspects, "b") == Verdict(("b",), searching=True)
+    assert searched_alone(suspects, "c") == Verdict(("c",), searching=True)
+    for _ in range(3):
+        assert fail(suspects, "d") == NOBODY
+
+
 @pytest.mark.parametrize(
-    ("guilty", "failures"),
-    [((0,), 2 + 6), ((63,), 2 + 1), ((0, 63), 2 + 6 + 2), ((0, 1), 2 + 6 + 1), ((31, 32), 2 + 2 + 6)],
+    ("guilty", "of_search", "ordinary"),
+    [
+        ((0,), 1 + 6, 1),
+        ((63,), 1 + 1, 1),
+        ((0, 63), 1 + 6 + 2, 1),
+        ((0, 1), 1 + 6 + 1, 2),  # after 0 comes 1 alone: it may be the engines
+        ((0, 1, 2), 1 + 6 + 2, 3),
+        ((31, 32), 1 + 2 + 6, 1),
+        ((62, 63), 1 + 2, 1),
+    ],
 )
-def test_failures_until_the_guilty_among_64_are_found(guilty: tuple[int, ...], failures: int) -> None:
+def test_failures_until_the_guilty_among_64_are_found(guilty: tuple[int, ...], of_search: int, ordinary: int) -> None:
     engines = Engines(random.Random(1), capacity=64, admits=64)
     for number in range(64):
         engines.add(tokens=200, kills_at=20 if number in guilty else None)
     engines.run()
-    assert engines.inside_failures == failures
+    assert (engines.restarts_of_search, engines.ordinary) == (of_search, ordinary)
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens_before", "of_search"), [(1, 0, 2), (2, 0, 2), (4, 0, 3), (64, 0, 7), (64, 30, 7)]
+)
+def test_if_each_step_fails_one_is_ended(requests: int, tokens_before: int, of_search: int) -> None:
+    """The rest reaches the limit of ordinary restarts, 3 by default; new requests change nothing."""
+    engines = Engines(random.Random(1), capacity=64, admits=64)
+    for _ in range(requests):
+        engines.add(tokens=200, kills_at=None)
+    while any(request.made < tokens_before for request in engines.requests.values()):
+        engines.step()
+    engines.broken = True
+    while engines.ordinary < 3 + 1:
+        engines.step()
+        engines.add(tokens=200, kills_at=None)
+    assert len(engines.guilty) == 1
+    assert engines.restarts_of_search == of_search
 
 
 def test_a_search_for_two_among_1024_is_within_its_limit() -> None:
@@ -219,6 +318,9 @@ class Engines:
         self.leaving: list[str] = []
         self.all: dict[str, Request] = {}
         self.added = self.inside_failures = self.restarts_of_search = 0
+        self.broken = False  # each step fails
+        self.fruitless = 0  # ordinary failures in a row
+        self.hopeless = 0  # of these, while only poisonous ones were left
         self.poisonous: set[str] = set()
         self.active: set[str] = set()  # those that have killed
         self.ended: set[str] = set()
@@ -252,7 +354,7 @@ class Engines:
         in_step = self.running + (self.leaving if self.overlapped else [])
         killers = [name for name in in_step if self._kills(name)]
         self.leaving = []
-        if killers:
+        if killers or (self.broken and in_step):
             self.active.update(killers)
             self._fail(in_step)
             return
@@ -261,9 +363,15 @@ class Engines:
                 self._token(name)
 
     def run(self) -> None:
-        """Step until all have ended."""
+        """Step until all have ended, and then serve another one, which ends any doubt. If only poisonous ones are left
+        in doubt, where the limit of restarts would end the run, the other one comes then."""
         steps = 0
-        while self.requests:
+        while self.requests or self.suspects.watching:
+            if not self.requests or self.fruitless > 4 * self.added:
+                assert set(self.requests) <= self.poisonous
+                self.hopeless += self.fruitless
+                self.fruitless = 0
+                self.add(PROGRESS, None)
             self.step()
             steps += 1
             assert steps < 200 * self.added + 1000, "stuck"
@@ -271,7 +379,13 @@ class Engines:
         assert self.poisonous - self.left <= self.guilty
         assert not self.suspects.watching
         assert self.suspects.allowed is None
-        assert self.inside_failures <= self.bound
+        assert self.inside_failures - self.hopeless <= self.bound
+        assert self.ordinary - self.hopeless <= 4 * len(self.active)  # two before its search, two in doubt
+
+    @property
+    def ordinary(self) -> int:
+        """Failures inside a step that count as ordinary ones."""
+        return self.inside_failures - self.restarts_of_search
 
     @property
     def bound(self) -> int:
@@ -284,6 +398,7 @@ class Engines:
         self.inside_failures += 1
         verdict = self.suspects.failed(in_step, inside=True, alive=self.requests)
         self.restarts_of_search += verdict.searching
+        self.fruitless = 0 if verdict.searching else self.fruitless + 1
         for name in verdict.guilty:
             self.guilty.add(name)
             del self.requests[name]
@@ -301,16 +416,16 @@ class Engines:
         changed = self.suspects.watching and self.suspects.progressed(name, new)
         if not request.left:
             self.ended.add(name)
-            changed |= self._remove(name)
+            changed |= self._remove(name, well=True)
         if changed:
             self._hold()
 
-    def _remove(self, name: str) -> bool:
+    def _remove(self, name: str, *, well: bool = False) -> bool:
         del self.requests[name]
         if name in self.running:
             self.running.remove(name)
             self.leaving.append(name)
-        return self.suspects.watching and self.suspects.gone(name)
+        return self.suspects.watching and self.suspects.gone(name, well=well)
 
     def _hold(self) -> None:
         """Other requests may run now: abort those that may not."""
@@ -325,8 +440,9 @@ class Engines:
 def test_any_poisonous_requests_are_found_and_no_others(rng: random.Random, num_requests: int, capacity: int) -> None:
     admits, overlapped, stays = rng.choice([1, 3, capacity]), rng.random() < 0.5, rng.random() < 0.5
     engines = Engines(rng, capacity, admits, overlapped, stays)
+    innocent = [None] * rng.choice([0, 1, 6, 6])
     for _ in range(num_requests):
-        engines.add(rng.randint(1, 40), rng.choice([None] * 6 + [0, rng.randint(0, 40)]))
+        engines.add(rng.randint(1, 40), rng.choice([*innocent, 0, rng.randint(0, 40)]))
         for _ in range(rng.choice([0, 0, 1, 5])):
             engines.step()
         match rng.randrange(12):
@@ -337,5 +453,5 @@ def test_any_poisonous_requests_are_found_and_no_others(rng: random.Random, num_
             case 2:
                 engines.kill(outside_a_step=True)
     engines.run()
-    assert engines.ended | engines.guilty | engines.left == {f"r{number}" for number in range(num_requests)}
+    assert engines.ended | engines.guilty | engines.left == set(engines.all)
     assert not engines.ended & engines.poisonous
