@@ -111,7 +111,7 @@ def of_serve(words: Sequence[str]) -> Effects:
         seen["listening"] = where
         yield mock.MagicMock()
 
-    async def start(options: EngineOptions) -> Any:
+    async def start(options: EngineOptions, *, engine_main: object) -> Any:
         _of_ranks(seen, options)
         return mock.MagicMock(close=mock.AsyncMock())
 

@@ -112,7 +112,7 @@ def test_the_chosen_one_of_named_templates_is_said(
         tokenizer.chat_template = {"tool_use": tokenizer.chat_template, "rag": "{{ documents }}"}
         return tokenizer
 
-    async def start(options: object) -> None:
+    async def start(options: object, *, engine_main: object) -> None:
         raise EngineDead("far enough")
 
     monkeypatch.setattr(server, "load_tokenizer", named)

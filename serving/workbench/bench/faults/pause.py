@@ -42,7 +42,7 @@ _ERROR = re.compile(r"^(\S+ \S+)\.(\d{3}) ERROR +api ", re.MULTILINE)
 _SETTLE_S = 2.0
 _LOOK_S = 0.01
 _FEW = 16
-_COST_REQUESTS, _COST_TOKENS = 32, 64
+_COST_REQUESTS, _COST_TOKENS = 64, 256
 _ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
 
 
