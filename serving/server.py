@@ -142,7 +142,9 @@ class _Serve:
         engine_main: main function of the ranks' processes.
     """
 
-    def __init__(self, command: Command, listener: socket.socket, files: int, engine_main: EngineMain) -> None:
+    def __init__(
+        self, command: Command, listener: socket.socket, files: int, engine_main: EngineMain = run_engine
+    ) -> None:
         self.settings: Settings = command.settings
         self.options = command.engine
         self.engine_main = engine_main

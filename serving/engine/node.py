@@ -62,6 +62,8 @@ _DECISION_S = 10.0
 what the nodes have found."""
 _LOOK_S = 0.5
 """How often a node that waits for node 0 tries to connect, in seconds."""
+_CONNECT_S = 2.0
+"""How long a node tries to connect to node 0 before it tries anew, in seconds."""
 _GONE_S = 1.0
 """Node 0 is gone if its process has not been connected for so many seconds."""
 
@@ -136,7 +138,8 @@ def _await_node_0(options: EngineOptions, patience_s: float, told_to_end: _Told)
     while not told_to_end.number:
         left_s = answered + timeout_s - time.monotonic()
         try:
-            socket.create_connection(to, timeout=max(left_s, _LOOK_S)).close()
+            # Short: a packet that is lost is sent again after ever longer times, and a link may be whole again before.
+            socket.create_connection(to, timeout=min(max(left_s, _LOOK_S), _CONNECT_S)).close()
         except OSError as error:
             if isinstance(error, ConnectionRefusedError):
                 answered = time.monotonic()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from serving.fork_server import ForkServer
 
+_getppid = os.getppid
 PRELOAD = ["torch", "torch.distributed.distributed_c10d", "ubatch"]
 """What the server imports where it is not forked itself."""
 
@@ -59,6 +60,7 @@ def forked_server() -> ForkServer:
     mine, theirs = socket.socketpair()
 
     def serve() -> None:
+        os.getppid = _getppid
         mine.close()
         handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
         for number in handlers:
