@@ -53,7 +53,9 @@ async def running_load(
         places = cycle(range(index, len(requests), at_once))
         while not stop.is_set():
             place = next(places)
-            answer = await ask(subject.server, client, requests[place], lambda _: load.times[index].append(now()))
+            answer = await ask(
+                subject.server, client, requests[place], lambda _: load.times[index].append(time.monotonic())
+            )
             load.answers.append((place, answer))
             if answer.error is not None:
                 if not subject.alive:
@@ -76,9 +78,6 @@ async def running_load(
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-
-now = time.monotonic
 
 
 class NotHealthy(Exception):
