@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+from serving import fork_server
 from serving.workbench.bench.server.abuse.watch import resident_bytes
 from serving.workbench.bench.server.load import read_metrics, served_model
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
@@ -87,7 +88,7 @@ class Subject:
         return {rank: pid for rank, pid in told.items() if runs(pid)}
 
     def starting(self) -> list[int]:
-        """Process ids of ranks that start: as `multiprocessing` starts them, directly or by its server for forks."""
+        """Process ids of ranks that start: they are forked (`fork_server`), but not in the log yet."""
         logged = set(self.engines().values())
         return [pid for pid in self.processes() if pid not in logged and _is_rank(pid, self.pid)]
 
@@ -189,10 +190,8 @@ def _parent(pid: int) -> int:
 
 
 def _is_rank(pid: int, api: int) -> bool:
-    by, line = _parent(pid), _read(pid, "cmdline")
-    if b"resource_tracker" in line:
-        return False
-    return (by == api and b"spawn_main" in line) or b"multiprocessing.forkserver" in _read(by, "cmdline")
+    server, mark = _parent(pid), fork_server.__name__.encode()
+    return _parent(server) == api and all(mark in _read(each, "cmdline") for each in (pid, server))
 
 
 def all_pids() -> list[int]:
