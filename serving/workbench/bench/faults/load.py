@@ -107,7 +107,7 @@ async def kill_engines(
             load.kills += kill(rng.choice(engines))
         if twice and load.kills % 5 == 4 and load.kills < count:
             await subject.wait_sick(again_s)
-            await asyncio.sleep(rng.uniform(0.0, 1.0))
+            await asyncio.sleep(rng.uniform(0.0, 0.3))  # a start takes less than a second
             if starting := subject.starting():
                 load.kills += kill(rng.choice(starting))
     await _healthy(subject, load, again_s)
