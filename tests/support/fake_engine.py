@@ -152,3 +152,15 @@ class FakeEngine:
             if len(tokens) == params.max_tokens:
                 break
         return tokens, FinishReason.LENGTH, None
+
+
+class CrowdedEngine(FakeEngine):
+    """All that has not ended waits."""
+
+    @property
+    def num_waiting(self) -> int:  # type: ignore[override]
+        """As many as there are."""
+        return len(self.alive)
+
+    @num_waiting.setter
+    def num_waiting(self, _: int) -> None: ...

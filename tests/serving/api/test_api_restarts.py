@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 from api_clients import CHAT, COMPLETIONS, Recorder, app_of, call, client_of, post, says
-from fake_engine import FakeEngine
+from fake_engine import CrowdedEngine, FakeEngine
 from fastapi import FastAPI
 
 from serving.api.service import Service
@@ -165,21 +165,9 @@ def test_a_request_that_has_waited_too_long_is_told_when_to_come_back(path: str,
     assert "error" in recorder.reasons
 
 
-class _Crowded(FakeEngine):
-    """All that has not ended waits."""
-
-    @property
-    def num_waiting(self) -> int:  # type: ignore[override]
-        """As many as there are."""
-        return len(self.alive)
-
-    @num_waiting.setter
-    def num_waiting(self, _: int) -> None: ...
-
-
 def test_those_that_wait_count_in_the_queue() -> None:
     async def burst() -> list[tuple[int, str | None]]:
-        engine = _Crowded(pause=paused(), serves=asyncio.Event())
+        engine = CrowdedEngine(pause=paused(), serves=asyncio.Event())
         app, several = app_of(engine, max_waiting_requests=3), 8
         async with client_of(app) as client:
             posts = [asyncio.create_task(client.post(COMPLETIONS, json=BODIES[COMPLETIONS])) for _ in range(several)]

@@ -21,7 +21,7 @@ from api_clients import (
     stream,
     tokenizer,
 )
-from fake_engine import FakeEngine
+from fake_engine import CrowdedEngine, FakeEngine
 from prometheus_client import CollectorRegistry, Counter, make_asgi_app
 from pydantic import BaseModel
 
@@ -174,22 +174,10 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     assert response.json()["error"]["code"] == "queue_full"
 
 
-class _Crowded(FakeEngine):
-    """Everything waits."""
-
-    @property
-    def num_waiting(self) -> int:  # type: ignore[override]
-        """As many as there are."""
-        return len(self.alive)
-
-    @num_waiting.setter
-    def num_waiting(self, _: int) -> None: ...
-
-
 @pytest.mark.parametrize(("outputs", "taken"), [(1, 3), (2, 2)])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_requests_that_come_together_do_not_pass_the_full_queue(outputs: int, taken: int, streamed: bool) -> None:
-    engine = _Crowded()
+    engine = CrowdedEngine()
     app, several = app_of(engine, max_waiting_requests=3), 8
 
     async def burst() -> list[int]:

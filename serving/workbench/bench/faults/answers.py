@@ -12,7 +12,14 @@ from typing import Any
 import httpx
 import msgspec
 
-from serving.workbench.bench.server.requests import RequestFailed, Server, read_events, refused
+from serving.workbench.bench.server.requests import (
+    RequestFailed,
+    Server,
+    decode_answer,
+    message_of,
+    read_events,
+    refused,
+)
 
 _PATH = "/v1/completions"
 
@@ -148,27 +155,18 @@ async def ask_all(server: Server, requests: Sequence[Asked]) -> list[Answer]:
 
 
 async def _read_stream(response: httpx.Response, answer: Answer, told: Callable[[Answer], object]) -> None:
-    done = False
     async with aclosing(read_events(response)) as events:
         async for payload, _ in events:
-            if payload == b"[DONE]":
-                done = True
-            else:
-                _take(answer, payload)
-                told(answer)
-    if not done:
-        raise RequestFailed("the stream ended without [DONE].")
+            _take(answer, payload)
+            told(answer)
 
 
 def _take(answer: Answer, payload: bytes) -> None:
     """Add a whole answer, or an event of a stream."""
-    try:
-        read = _decode(payload)
-    except msgspec.MsgspecError as error:
-        raise RequestFailed(f"not an answer of the API ({error}): {payload[:200]!r}") from error
+    read = decode_answer(_decode, payload)
     if read.error is not None:
         answer.code = _code_of(payload)
-        raise RequestFailed(str(read.error.get("message", read.error)) if isinstance(read.error, dict) else read.error)
+        raise RequestFailed(message_of(read.error))
     if read.usage is not None:
         answer.completion_tokens = read.usage.completion_tokens
     for each in read.choices:

@@ -75,12 +75,8 @@ def run_faulty_engine(options: EngineOptions, rank: int, place: Place) -> None:
             raise InjectedFault("told to fail inside a lane")
         return forward(kernel, *args)
 
-    vars_of_classes: list[tuple[Any, str, Any]] = [
-        (ModelRunner, "launch", launch_or_fail),
-        (FusedMoEModularKernel, "forward", forward_or_fail),
-    ]
-    for owner, name, function in vars_of_classes:
-        setattr(owner, name, function)
+    ModelRunner.launch = launch_or_fail  # type: ignore[assignment, method-assign]
+    FusedMoEModularKernel.forward = forward_or_fail  # type: ignore[assignment, method-assign]
     run_engine(options, rank, place)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from serving.workbench.bench.faults.compare import Verdict
 from serving.workbench.bench.faults.referee import Tally
 from serving.workbench.bench.faults.setting import MOST_EXCUSED
-from serving.workbench.bench.faults.victims import Ended, Footprint
+from serving.workbench.bench.faults.victims import Ended, Footprint, by_reason
 
 _NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": 1.0}
 """Growth that is none: a share of the memory, and numbers of descriptors and threads."""
@@ -41,13 +41,13 @@ def faults_of_end(ended: Ended, *, status: int = 0) -> list[str]:
     return [what for what, is_so in broken.items() if is_so]
 
 
-def faults_of_restarts(restarts: Mapping[str, int], most: int, *, resumed: bool = True) -> list[str]:
+def faults_of_restarts(restarts: Mapping[str, int], most: int) -> list[str]:
     """Faults in the restarts that `/metrics` counts, after so many failures."""
-    count = sum(number for reason, number in restarts.items() if reason != "resumed")
+    count = sum(by_reason(restarts).values())
     broken = {
         "/metrics counts no restart": not count,
         f"/metrics counts {count} restarts after {most} failures": count > most,
-        "/metrics counts no resumed request": resumed and not restarts.get("resumed"),
+        "/metrics counts no resumed request": not restarts.get("resumed"),
     }
     return [what for what, is_so in broken.items() if is_so]
 

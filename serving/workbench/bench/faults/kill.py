@@ -13,15 +13,8 @@ from serving.workbench.bench.faults.compare import Verdict
 from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
 from serving.workbench.bench.faults.load import NotHealthy, kill_engines, running_load
 from serving.workbench.bench.faults.referee import Tally
-from serving.workbench.bench.faults.setting import (
-    AGAIN_S,
-    EXPERT_PARALLEL,
-    LANES,
-    UNLIMITED,
-    Found,
-    Setting,
-)
-from serving.workbench.bench.faults.victims import Ended, Subject
+from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, LANES, UNLIMITED, Found, Setting
+from serving.workbench.bench.faults.victims import Ended, Subject, by_reason
 from serving.workbench.bench.server.load import read_metrics
 from serving.workbench.bench.server.requests import Server
 from serving.workbench.bench.statistics import table
@@ -151,7 +144,7 @@ def _print(done: Sequence[Killed], *, head: bool) -> None:
     rows = []
     for each in done:
         counts = [each.tally.counts[verdict] for verdict in Verdict]
-        restarts = sum(number for reason, number in each.restarts.items() if reason != "resumed")
+        restarts = sum(by_reason(each.restarts).values())
         resumed = each.restarts.get("resumed", 0)
         left = len(each.ended.processes) + len(each.ended.files)
         rows.append(

@@ -53,7 +53,9 @@ async def running_load(
         places = cycle(range(index, len(requests), at_once))
         while not stop.is_set():
             place = next(places)
-            answer = await ask(subject.server, client, requests[place], lambda _: load.times[index].append(now()))
+            answer = await ask(
+                subject.server, client, requests[place], lambda _: load.times[index].append(time.monotonic())
+            )
             load.answers.append((place, answer))
             if answer.error is not None:
                 if not subject.alive:
@@ -76,9 +78,6 @@ async def running_load(
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-
-now = time.monotonic
 
 
 class NotHealthy(Exception):
@@ -108,7 +107,7 @@ async def kill_engines(
             load.kills += kill(rng.choice(engines))
         if twice and load.kills % 5 == 4 and load.kills < count:
             await subject.wait_sick(again_s)
-            await asyncio.sleep(rng.uniform(0.0, 1.0))
+            await asyncio.sleep(rng.uniform(0.0, 0.3))  # a start takes less than a second
             if starting := subject.starting():
                 load.kills += kill(rng.choice(starting))
     await _healthy(subject, load, again_s)

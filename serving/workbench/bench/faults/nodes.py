@@ -21,14 +21,8 @@ from serving.ranks import free_port
 from serving.workbench.bench.faults.answers import Answer, Asked
 from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end
 from serving.workbench.bench.faults.load import Load, kill, running_load
-from serving.workbench.bench.faults.setting import (
-    AGAIN_S,
-    EXPERT_PARALLEL,
-    UNLIMITED,
-    Found,
-    Setting,
-)
-from serving.workbench.bench.faults.victims import Subject, runs, subject
+from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, UNLIMITED, Found, Setting
+from serving.workbench.bench.faults.victims import Subject, all_pids, by_reason, runs, subject
 from serving.workbench.bench.link.network import INTERFACE, Network, network
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, end_group, started_server
 from serving.workbench.bench.statistics import table
@@ -68,10 +62,10 @@ class _Second:
     def launcher(self) -> ServerProcess:
         return self.logs[-1]
 
-    def ranks(self, all_processes: Sequence[int]) -> list[int]:
+    def ranks(self) -> list[int]:
         """Process ids of its ranks."""
         group = self.launcher.process.pid
-        return [pid for pid in all_processes if pid != group and runs(pid) and os.getsid(pid) == group]
+        return [pid for pid in all_pids() if pid != group and runs(pid) and os.getsid(pid) == group]
 
 
 @dataclass(frozen=True)
@@ -153,9 +147,8 @@ async def _disturb(setting: Setting, server: Subject, second: _Second) -> tuple[
             await _serves_again(server, second, load, begun)
             again_s = await server.wait_healthy(AGAIN_S)
             took_s = None if again_s is None else time.monotonic() - begun
-            after = await server.restarts() - before
-            after.pop("resumed", None)
-            done.append(Cut(name, took_s, after.total()))
+            restarts = by_reason(await server.restarts() - before)
+            done.append(Cut(name, took_s, sum(restarts.values())))
     return done, load.cases(setting.references)
 
 
@@ -163,8 +156,7 @@ async def _harm(name: str, setting: Setting, server: Subject, second: _Second) -
     """Do it; returns when it is over."""
     link = second.joined.link
     if name == "rank":
-        processes = [int(each) for each in os.listdir("/proc") if each.isdigit()]
-        if ranks := second.ranks(processes):
+        if ranks := second.ranks():
             kill(random.Random(0).choice(ranks))
     elif name == "launcher":
         os.killpg(second.launcher.process.pid, signal.SIGKILL)

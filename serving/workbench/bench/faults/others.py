@@ -17,15 +17,8 @@ from serving.workbench.bench.faults.faulty import FOLDER, PROGRAM
 from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
 from serving.workbench.bench.faults.load import kill, running_load
 from serving.workbench.bench.faults.referee import Tally
-from serving.workbench.bench.faults.setting import (
-    AGAIN_S,
-    EXPERT_PARALLEL,
-    LANES,
-    UNLIMITED,
-    Found,
-    Setting,
-)
-from serving.workbench.bench.faults.victims import Subject
+from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, LANES, UNLIMITED, Found, Setting
+from serving.workbench.bench.faults.victims import Subject, by_reason
 from serving.workbench.bench.statistics import table
 
 _PROGRESS_S = 1.0
@@ -101,8 +94,7 @@ async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[li
             noticed_s = await health if happened else None
             health.cancel()
             again_s = None if noticed_s is None else await subject.wait_healthy(AGAIN_S)
-            restarts = dict(await subject.restarts() - before)
-            restarts.pop("resumed", None)
+            restarts = by_reason(await subject.restarts() - before)
             done.append(Disturbed(name, happened, noticed_s, again_s, restarts))
             if subject.alive and time.monotonic() - begun < _PROGRESS_S:
                 await asyncio.sleep(_PROGRESS_S)
@@ -121,10 +113,9 @@ async def _tell(subject: Subject, order: Path) -> bool:
     deadline = time.monotonic() + AGAIN_S / 2
     while order.exists() and subject.alive and time.monotonic() < deadline:
         await asyncio.sleep(_LOOK_S)
-    if taken := not order.exists():
-        return taken
+    taken = not order.exists()
     order.unlink(missing_ok=True)
-    return False
+    return taken
 
 
 def _print(done: list[Disturbed], tally: Tally) -> None:

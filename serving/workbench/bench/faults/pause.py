@@ -16,23 +16,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from serving.workbench.bench.faults.answers import Asked
 from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_series, trend
 from serving.workbench.bench.faults.load import Load, kill, running_load
-from serving.workbench.bench.faults.setting import (
-    AGAIN_S,
-    EXPERT_PARALLEL,
-    UNLIMITED,
-    Found,
-    Setting,
-)
+from serving.workbench.bench.faults.referee import Tally
+from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, UNLIMITED, Found, Setting
 from serving.workbench.bench.faults.victims import Footprint, Subject, footprint, subject
 from serving.workbench.bench.peers.process import wait_for_rest
 from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.server.offline import make_served_model
-from serving.workbench.bench.server.requests import greedy_tasks, send_and_check
+from serving.workbench.bench.server.requests import GREEDY, greedy_tasks, send_and_check
 from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, table
 from ubatch import UBatchError
 
@@ -89,7 +83,7 @@ def _last(pause: Pause) -> float:
 
 async def _pauses(server: Subject, count: int) -> list[Pause]:
     pool, rng = await token_pool(server.server), random.Random(0)
-    fields = {"max_tokens": _STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
+    fields = {"max_tokens": _STREAM_TOKENS, **GREEDY}
     requests = [Asked("plain", tuple(rng.choices(pool, k=16)), True, fields) for _ in range(_STREAMS)]
     found = []
     async with running_load(server, requests, len(requests), wait=False) as load:
@@ -195,7 +189,7 @@ def run_soak(setting: Setting) -> Found:
     return Found(figures, [f"soak: {each}" for each in faults])
 
 
-async def _soak(setting: Setting, server: Subject) -> tuple[list[Footprint], int, Any]:
+async def _soak(setting: Setting, server: Subject) -> tuple[list[Footprint], int, Tally]:
     """What the API process holds, shortly before each kill but the first."""
     rng, series, sizes = random.Random(1), [], setting.sizes
     ends = time.monotonic() + sizes.soak_s

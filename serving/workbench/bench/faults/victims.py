@@ -17,6 +17,8 @@ from pathlib import Path
 
 import httpx
 
+from serving import fork_server
+from serving.workbench.bench.server.abuse.watch import resident_bytes
 from serving.workbench.bench.server.load import read_metrics, served_model
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
 from serving.workbench.bench.server.requests import RequestFailed, Server
@@ -86,14 +88,14 @@ class Subject:
         return {rank: pid for rank, pid in told.items() if runs(pid)}
 
     def starting(self) -> list[int]:
-        """Process ids of ranks that start: as `multiprocessing` starts them, directly or by its server for forks."""
+        """Process ids of ranks that start: they are forked (`fork_server`), but not in the log yet."""
         logged = set(self.engines().values())
         return [pid for pid in self.processes() if pid not in logged and _is_rank(pid, self.pid)]
 
     def processes(self) -> list[int]:
         """Process ids of everything that it has started and that runs, and its own."""
         mark = f"TMPDIR={self.folder}".encode()
-        return [pid for pid in _pids() if mark in _read(pid, "environ").split(b"\0") and runs(pid)]
+        return [pid for pid in all_pids() if mark in _read(pid, "environ").split(b"\0") and runs(pid)]
 
     async def wait_healthy(self, timeout_s: float) -> float | None:
         """Wait until `/health` answers 200; returns the seconds that took, or None if it did not."""
@@ -163,11 +165,10 @@ def subject(
 
 def footprint(pid: int) -> Footprint:
     """Raises RequestFailed if the process is gone."""
-    status = dict(line.partition(":")[::2] for line in _read(pid, "status").decode(errors="replace").splitlines())
+    resident = resident_bytes(pid)
     try:
-        resident = int(status["VmRSS"].split()[0]) << 10
-        return Footprint(resident, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
-    except (KeyError, OSError) as error:
+        return Footprint(resident, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task")))
+    except OSError as error:
         raise RequestFailed(f"process {pid} of the server is gone.") from error
 
 
@@ -177,20 +178,24 @@ def runs(pid: int) -> bool:
     return state not in (b"", b"Z", b"X")
 
 
-def parent(pid: int) -> int:
+def by_reason(counts: Mapping[str, int]) -> dict[str, int]:
+    """Of what `Subject.restarts` counts, the restarts alone."""
+    return {reason: count for reason, count in counts.items() if reason != "resumed"}
+
+
+def _parent(pid: int) -> int:
     """The process that has started it; 0 if it is gone."""
     fields = _read(pid, "stat").rpartition(b") ")[2].split()
     return int(fields[1]) if fields else 0
 
 
 def _is_rank(pid: int, api: int) -> bool:
-    by, line = parent(pid), _read(pid, "cmdline")
-    if b"resource_tracker" in line:
-        return False
-    return (by == api and b"spawn_main" in line) or b"multiprocessing.forkserver" in _read(by, "cmdline")
+    server, mark = _parent(pid), fork_server.__name__.encode()
+    return _parent(server) == api and all(mark in _read(each, "cmdline") for each in (pid, server))
 
 
-def _pids() -> list[int]:
+def all_pids() -> list[int]:
+    """Process ids of this machine."""
     return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
 
 

@@ -34,7 +34,7 @@ class ServerFailed(UBatchError):
 
 @dataclass
 class ServerProcess:
-    """A running server: the API process, whose children are the engines, all in a session of their own; its URL without
+    """A running server: the API process, and what it has started, all in a session of their own; its URL without
     `/v1`; and the file with its output."""
 
     process: subprocess.Popen[bytes]

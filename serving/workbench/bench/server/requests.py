@@ -9,12 +9,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 import msgspec
 
 from ubatch import UBatchError
+
+_Decoded = TypeVar("_Decoded")
 
 
 class RequestFailed(UBatchError):
@@ -175,12 +177,9 @@ class _Reading:
 
     def take(self, payload: bytes, now: float) -> None:
         """Add one JSON object: a whole answer, or one event of a stream."""
-        try:
-            answer = _decode(payload)
-        except msgspec.MsgspecError as error:
-            raise RequestFailed(f"not an answer of the API ({error}): {payload[:200]!r}") from error
+        answer = decode_answer(_decode, payload)
         if answer.error is not None:
-            raise RequestFailed(_message_of(answer.error))
+            raise RequestFailed(message_of(answer.error))
         self.usage = answer.usage or self.usage
         for choice in answer.choices:
             holder = choice.delta or choice.message
@@ -269,32 +268,35 @@ async def send(server: Server, client: httpx.AsyncClient, task: Task, started: f
 
 
 async def _read_stream(response: httpx.Response, reading: _Reading, cancel_after: int | None) -> Status:
-    """Read to the end after `[DONE]`, or until `cancel_after` events; returning then closes the connection."""
-    done = False
+    """Read to the end, or until `cancel_after` events; returning then closes the connection."""
     async with aclosing(read_events(response)) as events:
         async for payload, now in events:
-            if payload == b"[DONE]":
-                done = True
-                continue
             reading.take(payload, now)
             if cancel_after is not None and len(reading.times) >= cancel_after:
                 return Status.CANCELLED
-    if done:
-        return Status.OK
-    raise RequestFailed("the stream ended without [DONE].")
+    return Status.OK
 
 
 async def read_events(response: httpx.Response) -> AsyncGenerator[tuple[bytes, float], None]:
-    """The `data:` lines of server-sent events, and the time at which each was read."""
-    rest = b""
+    """The JSON of each server-sent event, and the time at which it was read, up to the end after `[DONE]`.
+
+    Raises:
+        RequestFailed: the stream ended without `[DONE]`.
+    """
+    rest, done = b"", False
     chunks = cast("AsyncGenerator[bytes, None]", response.aiter_bytes())  # httpx's annotation is too wide
     async with aclosing(chunks):
         async for chunk in chunks:
             now = time.perf_counter()
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
-                if line.startswith(b"data:"):
-                    yield line.removeprefix(b"data:").strip(), now
+                name, _, data = line.partition(b":")
+                if name == b"data" and data.strip() == b"[DONE]":
+                    done = True
+                elif name == b"data":
+                    yield data.strip(), now
+    if not done:
+        raise RequestFailed("the stream ended without [DONE].")
 
 
 def _body(server: Server, task: Task) -> dict[str, Any]:
@@ -307,14 +309,27 @@ def _body(server: Server, task: Task) -> dict[str, Any]:
     return body
 
 
+def decode_answer(decode: Callable[[bytes], _Decoded], payload: bytes) -> _Decoded:
+    """Decode JSON of the API.
+
+    Raises:
+        RequestFailed: it is something else.
+    """
+    try:
+        return decode(payload)
+    except msgspec.MsgspecError as error:
+        raise RequestFailed(f"not an answer of the API ({error}): {payload[:200]!r}") from error
+
+
 def refused(response: httpx.Response, body: bytes) -> RequestFailed:
     """The error for an answer that is not 200, with its OpenAI error message if it has one."""
     try:
-        message = _message_of(_decode(body).error)
+        message = message_of(_decode(body).error)
     except msgspec.MsgspecError:
         message = body[:200].decode(errors="replace")
     return RequestFailed(f"{response.request.url} answers {response.status_code}: {message}")
 
 
-def _message_of(error: Any) -> str:
+def message_of(error: Any) -> str:
+    """The message of an error of the API."""
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
