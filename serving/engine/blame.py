@@ -43,12 +43,10 @@ class Blame:
     """What is known of a failure.
 
     Attributes:
-        reason: how the rank has failed.
-        inside: it has failed inside a step, by a fault of its own.
+        inside: the rank has failed inside a step, by a fault of its own.
         requests: those in the step, of all ranks that step together; empty if the failure is nobody's fault.
     """
 
-    reason: RestartReason
     inside: bool = False
     requests: tuple[str, ...] = ()
 
@@ -65,9 +63,9 @@ def blame(options: EngineOptions, failed: Failed, found: Mapping[int, RankFound]
     steps = [own.in_step, failed.in_step]
     stopped = any(each.state in _STOPPED for each in together)
     if stopped or not _is_own_fault(failed, own.state) or not any(step.inside for step in steps):
-        return Blame(failed.reason)
+        return Blame()
     steps += [each.in_step for each in together]
-    return Blame(failed.reason, True, tuple(dict.fromkeys(name for step in steps for name in step.requests)))
+    return Blame(True, tuple(dict.fromkeys(name for step in steps for name in step.requests)))
 
 
 def _is_own_fault(failed: Failed, state: str) -> bool:

@@ -148,7 +148,6 @@ class EngineClient:
         finished = False
         try:
             if self._may_begin(stream):
-                self._epoch += 1
                 self._begin(stream, add)
             else:
                 await self._until_begun(stream)
@@ -164,7 +163,8 @@ class EngineClient:
         return self._runs.serves and self._suspects.may_run(stream.request.request_id)
 
     def _begin(self, stream: RequestStream, add: bytes) -> None:
-        """Send a request to the rank that the router picks."""
+        """Send a request, as `Add` of the next epoch, to the rank that the router picks."""
+        self._epoch += 1
         rank = self._router.assign(stream)
         self._send(rank, add)
         if self.options.enable_expert_parallel:
@@ -182,9 +182,8 @@ class EngineClient:
         """Send the requests that are held and may run, in the order of their arrival."""
         for stream in self._router.held:
             if self._may_begin(stream):
-                self._epoch += 1
                 self.resumed += stream.was_sent
-                self._begin(stream, wire.encode(wire.Add(stream.input, self._epoch)))
+                self._begin(stream, wire.encode(wire.Add(stream.input, self._epoch + 1)))
         if self._runs.serves and self._suspects.allowed is None:
             self._runs.pause = None
 
@@ -371,8 +370,7 @@ class EngineClient:
         log_event(_logger, "request ended: it kills engines", level=logging.ERROR, request=request_id)
         stream = self._router.drop(request_id)
         if stream is not None:
-            cause = str(error).splitlines()[0]
-            message = f"request {request_id!r} has killed the engine each time that it ran, also alone: {cause}"
+            message = f"request {request_id!r} has killed the engine each time that it ran, also alone: {error}"
             stream.fail(partial(PoisonousRequest, message))
 
     def _fail_all(self, error: Callable[[], EngineDead]) -> None:

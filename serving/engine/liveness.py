@@ -206,9 +206,9 @@ def start_error(failed: Failed, name: str) -> UBatchError:
 
 def dead_error(failed: Failed, name: str, what: str = "failed") -> EngineDead:
     """An error with one line that names the rank and the cause, and the rank's traceback as a note."""
-    if not failed.traceback:
-        return EngineDead(f"{name} {failed.text}.")
     first_line = failed.text.partition("\n")[0]  # a time-out, for example, goes on with the stack of every lane
+    if not failed.traceback:
+        return EngineDead(f"{name} {first_line}.")
     error = EngineDead(f"{name} {what}: {failed.name}: {first_line}")
     error.add_note(f"on {name}:\n{failed.traceback}")
     return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from serving.engine.prefixes import Prefixes
@@ -29,7 +29,7 @@ class RequestStream:
     """
 
     __slots__ = (
-        *("_begun", "_changed", "_error", "_outputs", "_prompt_left"),
+        *("_changed", "_error", "_outputs", "_prompt_left"),
         *("number", "outstanding", "rank", "request", "tokens", "was_sent"),
     )
 
@@ -44,7 +44,6 @@ class RequestStream:
         self._outputs: list[RequestOutput] = []
         self._error: Callable[[], UBatchError] | None = None
         self._changed = asyncio.Event()
-        self._begun: asyncio.Event | None = None
 
     @property
     def input(self) -> RequestInput:
@@ -56,8 +55,7 @@ class RequestStream:
         self.rank, self.number, self.was_sent = rank, number, True
         self._prompt_left = len(self.request.token_ids) + len(self.tokens)
         self.outstanding = len(self.request.token_ids) + self.request.params.max_tokens
-        if self._begun is not None:
-            self._begun.set()
+        self._changed.set()
 
     def hold(self) -> None:
         """Its rank is gone."""
@@ -65,9 +63,9 @@ class RequestStream:
 
     async def begun(self) -> None:
         """Wait until it is sent to a rank, or has failed."""
-        if self.rank is None and self._error is None:
-            self._begun = asyncio.Event()
-            await self._begun.wait()
+        while not self.was_sent and self._error is None:
+            self._changed.clear()
+            await self._changed.wait()
 
     def put(self, output: RequestOutput) -> None:
         """Add an output."""
@@ -82,8 +80,6 @@ class RequestStream:
         """No more outputs follow; `get` raises the error that `error()` returns."""
         self._error = error
         self._changed.set()
-        if self._begun is not None:
-            self._begun.set()
 
     async def get(self) -> RequestOutput:
         """All outputs since the last call, merged into one; waits for the first.
@@ -104,19 +100,23 @@ class Router:
     """Assigns requests to ranks, and keeps their streams.
 
     Attributes:
-        statistics: rank -> its last statistics.
         outstanding: by rank, the most tokens that it still has to compute.
     """
 
     def __init__(self, num_ranks: int, max_num_seqs: int) -> None:
-        self.statistics = {rank: EngineStatistics() for rank in range(num_ranks)}
+        self._last = {rank: EngineStatistics() for rank in range(num_ranks)}  # as the ranks that run have sent them
+        self._earlier = dict(self._last)  # of those before them
         self._max_num_seqs = max_num_seqs
         self._streams: dict[str, RequestStream] = {}
         self._prefixes = Prefixes(num_ranks)
         self.outstanding = [0] * num_ranks
         self._sent = [0] * num_ranks
         self._received = [0] * num_ranks
-        self._earlier: dict[int, EngineStatistics] = {}  # the totals of ranks that were started again
+
+    @property
+    def statistics(self) -> Mapping[int, EngineStatistics]:
+        """Rank -> its last statistics; totals include those of the ranks before it."""
+        return {rank: last.after(self._earlier[rank]) for rank, last in self._last.items()}
 
     @property
     def num_outstanding(self) -> int:
@@ -137,7 +137,7 @@ class Router:
                 unseen[stream.rank] += stream.number > self._received[stream.rank]
         total = 0
         for rank, new in enumerate(unseen):
-            known = self.statistics[rank]
+            known = self._last[rank]
             free = max(0, self._max_num_seqs - known.num_running - known.num_waiting)
             total += known.num_waiting + max(0, new - free)
             held = max(0, held - max(0, free - new))
@@ -192,8 +192,7 @@ class Router:
 
     def deliver(self, message: Outputs) -> None:
         """Deliver the outputs of a rank to their streams. Requests that have ended are removed."""
-        earlier = self._earlier.get(message.rank)
-        self.statistics[message.rank] = message.statistics if earlier is None else message.statistics.after(earlier)
+        self._last[message.rank] = message.statistics
         self._received[message.rank] = message.received
         for output in message.outputs:
             stream = self._streams.get(output.request_id)
@@ -207,12 +206,11 @@ class Router:
 
     def hold_all(self) -> None:
         """The engines are gone: hold all requests until others can take them."""
-        ranks = range(len(self._sent))
-        nothing = EngineStatistics()
-        self._earlier = {rank: nothing.after(known) for rank, known in self.statistics.items()}
-        self.statistics = dict(self._earlier)
-        self.outstanding, self._sent, self._received = [0 for _ in ranks], [0 for _ in ranks], [0 for _ in ranks]
-        self._prefixes = Prefixes(len(ranks))
+        num_ranks = len(self._sent)
+        self._earlier = dict(self.statistics)
+        self._last = dict.fromkeys(self._earlier, EngineStatistics())
+        self.outstanding, self._sent, self._received = [0] * num_ranks, [0] * num_ranks, [0] * num_ranks
+        self._prefixes = Prefixes(num_ranks)
         for stream in self._streams.values():
             stream.hold()
 

@@ -129,7 +129,7 @@ class EngineRuns:
         self.serves = False
         error = dead_error(failed, self._options.describe_rank(failed.rank))
         if self._options.restarts.max_engine_restarts:
-            self.pause = Pause(str(error).splitlines()[0], time.monotonic(), self._budget.expected_s)
+            self.pause = Pause(str(error), time.monotonic(), self._budget.expected_s)
             self._work = asyncio.create_task(self._recover(failed, error))
         else:
             self._give_up(failed.rank, error)
@@ -137,12 +137,12 @@ class EngineRuns:
     async def _recover(self, failed: wire.Failed, error: EngineDead) -> None:
         try:
             self._owner.interrupted()
-            if self._budget.may_restart(failed.reason, searching=self._owner.blamed(await self._blame(failed), error)):
-                what = "engine failed"
-                log_event(_logger, what, level=logging.ERROR, rank=failed.rank, error=error, then="start again")
-                await self._start_again(error)
-            else:
+            searching = self._owner.blamed(await self._blame(failed), error)
+            if not self._budget.may_restart(failed.reason, searching=searching):
                 self._give_up(failed.rank, error)
+                return
+            log_event(_logger, "engine failed", level=logging.ERROR, rank=failed.rank, error=error, then="start again")
+            await self._start_again(error)
         except Exception as failure:  # this machine cannot start processes any more, for example
             _logger.exception("engines cannot be started again")
             self._give_up(failed.rank, EngineDead(f"engines cannot be started again: {failure}"))
@@ -156,8 +156,8 @@ class EngineRuns:
 
     async def _start_again(self, error: EngineDead) -> None:
         """Begin runs until one is ready, or they have failed too often."""
-        begun, first = time.monotonic(), str(error).splitlines()[0]
-        await self.run.end(0.0, first, again=True)
+        begun, first = time.monotonic(), error
+        await self.run.end(0.0, str(first), again=True)
         options = self._options
         if options.nnodes > 1:  # what names the address may be gone with the link
             options = replace(options, master_addr=self._address)

@@ -136,10 +136,11 @@ class Scheduler:
         asked = len(given.token_ids) + given.params.max_tokens
         # The last token of an output is never computed, so it needs no KV.
         limit = min(asked, self._config.max_model_len, self.kv.max_tokens + 1)
-        if len(given.token_ids) + len(given.generated) >= limit:
+        known = len(given.token_ids) + len(given.generated)
+        if known >= limit:
             raise KVCacheExhausted(
-                f"request {given.request_id!r} cannot go on on another rank: it has "
-                f"{len(given.token_ids) + len(given.generated)} tokens, and the KV cache there holds {limit - 1}."
+                f"request {given.request_id!r} cannot go on on another rank: it has {known} tokens, and the KV cache "
+                f"there holds {limit - 1}."
             )
         request = TrackedRequest.of(
             given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids, grammar=grammar

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from repository import TINY_MOE
@@ -23,6 +22,7 @@ from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Ready
 from serving.engine.wire.rendezvous import Place
+from serving.processes import process_state
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
@@ -150,10 +150,7 @@ def run_telling_engine(options: EngineOptions, rank: int, place: Place) -> None:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    return process_state(pid) not in ("", "Z")
 
 
 def engine_of_rank(rank: int) -> int:
