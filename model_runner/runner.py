@@ -155,10 +155,9 @@ class ModelRunner(StepRunner):
         """The KV blocks that fit; those that an earlier process has measured, if every rank knows of its own."""
         own, what = self.settings, "KV blocks"
         known = {} if own.kept is None else own.kept.measured
-        if own.group is None or own.kept is None:
-            taken_over = what in known
-        else:
-            taken_over = bool(own.group.least(float(what in known)))
+        taken_over = what in known
+        if own.group is not None and own.kept is not None:
+            taken_over = bool(own.group.least(taken_over))
         if not taken_over:
             memory = CudaMemory(self.device) if own.memory is None else own.memory
             known[what] = measured_blocks(self, spec, share, open_cache, memory)

@@ -247,8 +247,10 @@ class _Pickler(pickle.Pickler):
         return None
 
     def _describe(self, tensor: Tensor) -> _Described:
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.requires_grad:
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             raise CannotKeep(f"it has a tensor that is {tensor.layout}, on {tensor.device}.")
+        if tensor.requires_grad:
+            raise CannotKeep("it has a tensor that requires gradients.")
         if type(tensor) not in (Tensor, nn.Parameter):
             raise CannotKeep(f"it has a {type(tensor).__name__}.")
         storage = tensor.untyped_storage()

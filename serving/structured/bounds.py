@@ -14,9 +14,15 @@ from typing import Any
 
 from serving.structured.complement import Schema
 
-_NEAR = 1e-9
-_OPEN = {"exclusiveMinimum": math.inf, "exclusiveMaximum": -math.inf}
-_BOUNDS = {"minimum", "maximum", *_OPEN}
+INWARD = {"minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf}
+"""Bound -> where the numbers within it lie."""
+_FITS: Mapping[str, Callable[[float, float], bool]] = {
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
+}
+_NEAR = 1e-9  # how far an open end that is a whole number is moved
 _ONE = ("items", "additionalProperties")
 _LISTS = ("prefixItems", "allOf", "anyOf")
 _MAPPINGS = ("properties", "patternProperties", "$defs")
@@ -32,16 +38,16 @@ def written(schema: Schema) -> Schema:
         **{name: [written(each) for each in schema[name]] for name in _LISTS if name in schema},
         **{name: {key: written(each) for key, each in schema[name].items()} for name in _MAPPINGS if name in schema},
     }
-    if not _BOUNDS & out.keys() or out.get("type") == "integer":
+    if not INWARD.keys() & out.keys() or out.get("type") == "integer":
         return out
     missed = _missed(out) if out.get("type") == "number" and not {"multipleOf", "enum", "const"} & out.keys() else []
-    for name, inward in _OPEN.items():
+    for name in ("exclusiveMinimum", "exclusiveMaximum"):
         if name in out and float(out[name]).is_integer():
-            near = out[name] + math.copysign(_NEAR, inward)
-            out[name] = near if near != out[name] else math.nextafter(out[name], inward)
+            near = out[name] + math.copysign(_NEAR, INWARD[name])
+            out[name] = near if near != out[name] else math.nextafter(out[name], INWARD[name])
     if not missed:
         return out
-    bounded = {name: out.pop(name) for name in _BOUNDS if name in out}
+    bounded = {name: out.pop(name) for name in INWARD if name in out}
     out["allOf"] = [*out.get("allOf", ()), {"anyOf": [{"type": "number", **bounded}, {"enum": missed}]}]
     return out
 
@@ -54,12 +60,4 @@ def _missed(schema: Mapping[str, Any]) -> list[float]:
         if "." in text and not text.startswith("-")
         for end in range(text.index(".") + 2, len(text))
     ]
-    return [value for value in begun if all(_FITS[name](value, schema[name]) for name in _BOUNDS & schema.keys())]
-
-
-_FITS: Mapping[str, Callable[[float, float], bool]] = {
-    "minimum": operator.ge,
-    "maximum": operator.le,
-    "exclusiveMinimum": operator.gt,
-    "exclusiveMaximum": operator.lt,
-}
+    return [value for value in begun if all(_FITS[name](value, schema[name]) for name in _FITS.keys() & schema.keys())]

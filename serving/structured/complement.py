@@ -30,9 +30,13 @@ _NUMBER_BOUNDS = {
 }
 _LENGTHS = {"minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1)}
 _LENGTHS |= {"minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1)}
-_NUMBERS, _TEXTS, _ARRAYS = {"multipleOf"}, {"pattern", "format"}, {"items", "prefixItems"}
-_OBJECTS = {"patternProperties", "minProperties", "maxProperties"}
-_OF_TYPE = [("number", _NUMBERS), ("string", _TEXTS), ("array", _ARRAYS), ("object", _OBJECTS)]
+_LEFT_OUT = {
+    "number": {"multipleOf"},
+    "string": {"pattern", "format"},
+    "array": {"items", "prefixItems"},
+    "object": {"patternProperties", "minProperties", "maxProperties"},
+}
+"""Type -> its keywords for which there are no options."""
 
 
 class Complement(NamedTuple):
@@ -45,6 +49,10 @@ class Complement(NamedTuple):
 
     options: list[Schema]
     exact: bool
+
+
+Disjoint = Callable[[Schema, Schema], bool]
+_Inner = Callable[[Schema, Schema], Complement]
 
 
 def complement(
@@ -73,13 +81,8 @@ def complement(
     for keyword in ("anyOf", "oneOf"):
         if keyword in b:
             parts.append(_none_of([inner(part, among) for part in b[keyword]], exact=keyword == "anyOf"))
-    kinds = types_of(a)
-    done = all(not told & b.keys() for kind, told in _OF_TYPE if kind in kinds)
+    done = not any(_LEFT_OUT.get(kind, set()) & b.keys() for kind in types_of(a))
     return Complement([option for part in parts for option in part.options], done and all(part.exact for part in parts))
-
-
-Disjoint = Callable[[Schema, Schema], bool]
-_Inner = Callable[[Schema, Schema], Complement]
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
@@ -87,9 +90,7 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
     values = values_of(schema)
     if values is not None:
         return {type_of(value) for value in values}
-    told = schema.get("type", TYPES)
-    names = {told} if isinstance(told, str) else {*told}
-    return {"number" if name == "integer" else name for name in names}
+    return {"number" if name == "integer" else name for name in _told_types(schema)}
 
 
 def values_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:

@@ -19,27 +19,28 @@ from ubatch.errors import shown
 
 MAX_LISTED = 10_001
 """Most multiples that are listed for one schema: cents from 0 to 100."""
-_EXACT = 2**53  # integers up to here are floats, too
+MOST_EXACT = 2**53
+"""Integers up to here are floats, too."""
 _MOST_DECIMALS = 6
 _FINEST = 2**20
 
 
 def is_exact(step: float) -> bool:
     """Whether all small multiples of a step are floats."""
-    return Fraction(str(step)) == Fraction(step) and Fraction(step).denominator <= _FINEST
+    return _decimal(step) == Fraction(step) and Fraction(step).denominator <= _FINEST
 
 
 def exact_bounds(step: float) -> tuple[float, float] | None:
     """The bounds within which all multiples of a step that is no integer are floats; None for an integer."""
     if isinstance(step, int):
         return None
-    most = _EXACT // Fraction(step).denominator
+    most = MOST_EXACT // Fraction(step).denominator
     return -most, most
 
 
 def coarser(step: float) -> list[float]:
     """Multiples of a step that have fewer decimals: the library writes all multiples with as many as the step has."""
-    exact = Fraction(str(step))
+    exact = _decimal(step)
     digits = next((count for count in range(_MOST_DECIMALS) if (exact * 10**count).denominator == 1), 0)
     units = [Fraction(1, 10**count) for count in range(1, digits)]
     return [float(_common_multiple(exact, unit)) for unit in units]
@@ -57,7 +58,7 @@ def listed(schema: Mapping[str, Any], room: int) -> list[float]:
     step = given = schema["multipleOf"]
     lows = [schema[name] for name in ("minimum", "exclusiveMinimum") if name in schema]
     highs = [schema[name] for name in ("maximum", "exclusiveMaximum") if name in schema]
-    exact = Fraction(str(step))
+    exact = _decimal(step)
     if schema.get("type") == "integer":
         exact = _common_multiple(exact, Fraction(1))
     if lows and highs:

@@ -2,7 +2,7 @@
 
 A value that is generated must fit exactly one option. Most schemas have options that exclude each other anyway: by
 type, by a constant in a member that both have, by members that one requires and the other forbids. Where they do not,
-an option is narrowed by a required member of the other. What is left cannot be expressed, and is refused.
+each option is narrowed to what does not fit the other (`complement`). Where that cannot be written, it is refused.
 """
 
 from __future__ import annotations

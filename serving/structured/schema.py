@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from model_runner import RequestError
 from serving.structured import bounds, formats, multiples
-from serving.structured.complement import Schema
+from serving.structured.complement import TYPES, Schema
 from serving.structured.limits import MAX_DEPTH
 from serving.structured.one_of import OneOf
 from serving.structured.patterns import translated
@@ -63,13 +63,10 @@ _UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedIte
 _APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _ONLY_WITH = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_BOUNDS = {"minimum": math.inf, "exclusiveMinimum": math.inf, "maximum": -math.inf, "exclusiveMaximum": -math.inf}
-_MOST_EXACT = 2**53  # integers up to here are floats, too
 _MOST_BOUND = 9e18  # the library writes bounds as integers of 64 bits
 _MOST_COUNT = 2**31  # no output is as long
 _MOST_OPTIONAL = 6  # properties whose number is counted by listing all choices
-_OTHER_TYPES = ["null", "boolean", "number", "string", "array"]
-_NO_NUMBERS = ["null", "boolean", "string", "array", "object"]
+_NO_OBJECTS, _NO_NUMBERS = sorted(TYPES - {"object"}), sorted(TYPES - {"number"})
 _PLACE_CHARACTERS = 200  # shown of a place in a schema
 
 _Given = TypeVar("_Given")
@@ -225,7 +222,7 @@ class _Walk:
                 if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                     raise _wrong(path, f"multipleOf must be a number above 0, not {shown(value)}.", keyword)
                 out[keyword] = value
-            case _ if keyword in _BOUNDS:
+            case _ if keyword in bounds.INWARD:
                 self._bound(out, keyword, value, given, path)
 
     def _reference(self, value: Any, path: str, base: str) -> str:
@@ -254,8 +251,8 @@ class _Walk:
             value = given[other]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong(path, f"{keyword} must be a number, not {shown(value)}.", keyword)
-        inward = _BOUNDS[keyword]
-        if isinstance(value, int) and abs(value) > _MOST_EXACT and abs(value) <= _MOST_BOUND:
+        inward = bounds.INWARD[keyword]
+        if isinstance(value, int) and multiples.MOST_EXACT < abs(value) <= _MOST_BOUND:
             near = float(value)
             outside = near < value if inward > 0 else near > value
             value = math.nextafter(near, inward) if outside else near
@@ -318,7 +315,7 @@ class _Walk:
             if least <= count + len(names) <= most
             for chosen in combinations(optional, count)
         ]
-        self._beside(out, [{"type": _OTHER_TYPES}, *({"type": "object", **choice} for choice in choices)])
+        self._beside(out, [{"type": _NO_OBJECTS}, *({"type": "object", **choice} for choice in choices)])
 
 
 def _check_numbers(value: Any, path: str, keyword: str) -> None:
@@ -329,7 +326,7 @@ def _check_numbers(value: Any, path: str, keyword: str) -> None:
         if depth > MAX_DEPTH:
             raise _wrong(path, f"the value has more than {MAX_DEPTH} levels.", keyword)
         for each in waiting:
-            if isinstance(each, int | float) and abs(each) > _MOST_EXACT:
+            if isinstance(each, int | float) and abs(each) > multiples.MOST_EXACT:
                 message = f"numbers beyond ±2^53 are not supported, as {shown(each)}. Use a text."
                 raise _wrong(path, message, keyword)
         waiting = [

@@ -25,9 +25,9 @@ SHOWN_CHARACTERS = 300
 STEPS = 200
 """Bytes of a text that is begun, to see what steps cost: an object's names come after its bracket."""
 MAX_STEP_S = 0.002
-"""Most processor time of a step with this vocabulary, in seconds, as a median of `AT_ONCE`. Usual is 0.00002; a real
-vocabulary takes some hundred times as long where a grammar is ambiguous."""
-AT_ONCE = 8
+"""Most processor time of a step with this vocabulary, in seconds, as a median of `WINDOW` steps. Usual is 0.00002; a
+real vocabulary takes some hundred times as long where a grammar is ambiguous."""
+WINDOW = 8
 
 
 class _Bytes:
@@ -60,19 +60,19 @@ def fault(grammar: str, special: list[str], limits: llguidance.LLParserLimits) -
 
 def _walked(matcher: llguidance.LLMatcher) -> str | None:
     """What is wrong after the first step, if anything: a text is begun, the same one each time."""
-    took: deque[float] = deque(maxlen=AT_ONCE)
+    took: deque[float] = deque(maxlen=WINDOW)
     for step in range(STEPS):
         begun = time.thread_time()
         mask = matcher.compute_bitmask()
         allowed = [token for token in range(256) if mask[token // 8] >> token % 8 & 1]
         if allowed:
-            matcher.consume_token(allowed[step * 7919 % len(allowed)])
+            matcher.consume_token(allowed[step * 7919 % len(allowed)])  # a prime: all over the range
         if matcher.is_error():
             return f"a step takes too much, after {step + 1} bytes ({_shown(matcher.get_error())})"
         if not allowed or matcher.is_stopped():
             break
         took.append(time.thread_time() - begun)
-        if len(took) == AT_ONCE and median(took) > MAX_STEP_S:
+        if len(took) == WINDOW and median(took) > MAX_STEP_S:
             return f"its steps take ever longer, as a text can be read in many ways ({step + 1} bytes)"
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,8 @@ from ubatch.kernels import choice, remember_choices
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    descriptor = os.memfd_create("kept")
-    yield descriptor
-    os.close(descriptor)
+    with tempfile.TemporaryFile() as file:
+        yield file.fileno()
 
 
 def start(memory: int, path: Path = TINY_MOE, **settings: Any) -> ModelRunner:
