@@ -45,10 +45,12 @@ class Served:
 
     async def drained(self) -> bool:
         """Whether nothing runs any more, and every block is free, as far as every rank says."""
-        statistics = self.client.statistics
-        return await wait_for(
-            lambda: all(each.num_running == each.num_waiting == each.kv_usage == 0 for each in statistics.values())
-        )
+
+        def nothing_runs() -> bool:
+            statistics = self.client.statistics.values()
+            return all(each.num_running == each.num_waiting == each.kv_usage == 0 for each in statistics)
+
+        return await wait_for(nothing_runs)
 
     def close(self) -> None:
         self.run(self.client.close())

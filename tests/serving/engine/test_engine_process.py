@@ -71,10 +71,11 @@ def expected() -> list[list[int]]:
 
 def test_the_streams_are_those_of_one_rank_alone(served: ServedPair, expected: list[list[int]]) -> None:
     assert served.run(served.all_outputs("first")) == expected
-    info, statistics = served.client.info, served.client.statistics
+    info = served.client.info
     assert (info.vocab_size, info.max_model_len) == (2048, 512)
     assert tuple(line.partition(": KV cache")[0] for line in info.memory.splitlines()) == served.names
     assert served.run(served.drained())
+    statistics = served.client.statistics
     assert list(statistics) == ([0] if served.tensor_parallel else [0, 1])
     assert sum(each.generation_tokens for each in statistics.values()) == sum(map(len, expected))
     for each in statistics.values():
