@@ -1,46 +1,231 @@
-"""Which rank holds which expert (contiguous ranges of equal size, in rank order), and which block an expert is in."""
+"""Which rank holds which experts, in slots, and which slot each routed token goes to.
+
+    expert    what the router chooses, by its id in the checkpoint
+    slot      room for one expert on a rank; rank `r` of `R` has the slots `r * S` to `(r + 1) * S - 1`
+    replica   a slot that holds an expert which other slots hold as well
+
+Routers and checkpoints know experts; transports and experts back ends know slots. A layer without a placement has as
+many slots as experts, each in its own.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ubatch import ConfigError
 
+IDLE = -1
+"""What a slot without an expert holds."""
+MOST_ROWS = 64
+"""The most rows of a dispatch table."""
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
 
 def local_experts(num_experts: int, rank: int, num_ranks: int) -> range:
-    """The global ids of the experts that `rank` holds.
+    """The slots that `rank` has, if each of the ranks has equally many.
 
     Args:
-        num_experts: routed experts of the layer.
+        num_experts: slots of the layer; without a placement, its routed experts.
         rank: the rank's place in the expert-parallel group.
         num_ranks: the group's size.
 
     Raises:
-        ConfigError: the experts do not divide by the ranks, or there is no such rank.
+        ConfigError: the slots do not divide by the ranks, or there is no such rank.
     """
     if num_ranks < 1 or not 0 <= rank < num_ranks:
         raise ConfigError(f"rank {rank} is not one of {num_ranks} ranks.")
     if num_experts < 1 or num_experts % num_ranks:
-        divisors = [n for n in range(1, max(num_experts, 1) + 1) if num_experts % n == 0]
         raise ConfigError(
-            f"{num_experts} experts do not divide by {num_ranks} ranks. "
-            f"Use an expert-parallel size that divides them: {', '.join(map(str, divisors)) or 'none'}."
+            f"{num_experts} experts do not divide by {num_ranks} ranks. Place them in "
+            f"{slots_per_rank(num_experts, num_ranks) * num_ranks} slots (ExpertPlacement.default)."
         )
     each = num_experts // num_ranks
     return range(rank * each, (rank + 1) * each)
 
 
+def slots_per_rank(num_experts: int, num_ranks: int, redundant: int = 0) -> int:
+    """The slots that each rank needs for all experts and `redundant` more."""
+    return -(-(num_experts + redundant) // num_ranks)
+
+
 def block_of(slots: Tensor, blocks: Sequence[range]) -> Tensor:
-    """The index of each expert's block, in the shape and dtype of `slots`; undefined for slots outside of all blocks.
+    """The index of each slot's block, in the shape and dtype of `slots`; undefined for slots outside of all blocks.
 
     Args:
-        slots: indices among a rank's experts.
-        blocks: all of the rank's experts, in order.
+        slots: indices among a rank's slots.
+        blocks: all of the rank's slots, in order.
     """
     block = torch.zeros_like(slots)
     for each in blocks[1:]:
         block += slots >= each.start
     return block
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPlacement:
+    """Which expert every slot holds, in every MoE layer.
+
+    Args:
+        experts: `[L, R * S]` int64: the expert in each slot of each MoE layer, or `IDLE`. A rank's idle slots are its
+            last ones.
+        num_experts: routed experts of a layer, `E`.
+        num_ranks: ranks that share them, `R`.
+
+    Raises:
+        ConfigError: slots do not divide by the ranks, an expert is in no slot or does not exist, or an idle slot is
+            before one that holds an expert.
+    """
+
+    experts: Ints
+    num_experts: int
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        experts = np.array(self.experts, dtype=np.int64)
+        if experts.ndim != 2 or self.num_ranks < 1 or experts.shape[1] % self.num_ranks or not experts.size:
+            raise ConfigError(
+                f"a placement is [layers, slots] with equally many slots for each of {self.num_ranks} ranks, not "
+                f"{list(experts.shape)}."
+            )
+        if experts.min() < IDLE or experts.max() >= self.num_experts:
+            raise ConfigError(
+                f"a placement holds expert {experts.min() if experts.min() < IDLE else experts.max()}, but the "
+                f"experts are 0 to {self.num_experts - 1} (and {IDLE} is an idle slot)."
+            )
+        missing = np.argwhere(_count(experts, self.num_experts) == 0)
+        if len(missing):
+            layer, expert = missing[0]
+            raise ConfigError(f"expert {expert} of MoE layer {layer} is in no slot. Every expert needs one.")
+        idle = experts.reshape(len(experts), self.num_ranks, -1) == IDLE
+        if (idle[:, :, :-1] & ~idle[:, :, 1:]).any():
+            raise ConfigError("an idle slot is before one that holds an expert. A rank's idle slots are its last ones.")
+        experts.flags.writeable = False
+        object.__setattr__(self, "experts", experts)
+
+    @classmethod
+    def default(
+        cls, num_layers: int, num_experts: int, num_ranks: int, redundant: int = 0, *, fill: bool = False
+    ) -> ExpertPlacement:
+        """Experts in the order of their ids; the first ranks hold one more if they do not divide. Replicas of the
+        first experts come behind them.
+
+        Args:
+            redundant: slots beyond one per expert.
+            fill: put replicas into the slots that would be idle.
+        """
+        each = slots_per_rank(num_experts, num_ranks, redundant)
+        held = num_ranks * each if fill else num_experts + redundant
+        in_order = np.arange(held) % num_experts
+        one = np.full((num_ranks, each), IDLE)
+        start = 0
+        for rank in range(num_ranks):
+            size = held // num_ranks + (rank < held % num_ranks)
+            one[rank, :size] = in_order[start : start + size]
+            start += size
+        return cls(np.tile(one.reshape(1, -1), (num_layers, 1)), num_experts, num_ranks)
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return int(self.experts.shape[0])
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a layer, on all ranks."""
+        return int(self.experts.shape[1])
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Slots of a layer on each rank."""
+        return self.num_slots // self.num_ranks
+
+    @cached_property
+    def replicas(self) -> Ints:
+        """`[L, E]`: slots that hold each expert."""
+        return _count(self.experts, self.num_experts)
+
+    def is_plain(self, layer: int) -> bool:
+        """Whether slot and expert are the same in a layer, so that ids need no mapping."""
+        return bool(self.num_slots == self.num_experts and (self.experts[layer] == np.arange(self.num_experts)).all())
+
+    def held(self, layer: int, rank: int) -> Ints:
+        """The experts in a rank's slots, in order, without idle ones."""
+        each = self.slots_per_rank
+        own = self.experts[layer, rank * each : (rank + 1) * each]
+        return own[own != IDLE]
+
+    def dispatch_table(self, layer: int, rank: int) -> Ints:
+        """The slots that tokens of `rank` go to: token `t` of a batch with expert `e` goes to `table[t % W, e]`.
+
+        An expert's tokens take turns over its replicas, so that each gets an equal share. A replica on `rank` itself
+        only comes first: it gets the one token more that does not divide.
+
+        Returns:
+            `[W, E + 1]`; W is at most `MOST_ROWS`. The last column is -1, for tokens without an expert.
+        """
+        counts = self.replicas[layer]
+        rows = min(MOST_ROWS, math.lcm(*set(counts.tolist())))
+        table = np.full((rows, self.num_experts + 1), -1)
+        own = range(rank * self.slots_per_rank, (rank + 1) * self.slots_per_rank)
+        by_expert = np.argsort(self.experts[layer], kind="stable")[self.num_slots - counts.sum() :]
+        ends = counts.cumsum()
+        turns = np.arange(rows)
+        for expert, slots in enumerate(np.split(by_expert, ends[:-1])):
+            here = np.flatnonzero((slots >= own.start) & (slots < own.stop))
+            first = here[0] if len(here) else rank % len(slots)
+            table[:, expert] = slots[(first + turns) % len(slots)]
+        return table
+
+    @cached_property
+    def shares(self) -> Floats:
+        """`[L, R * S]`: the share of its expert's tokens that each slot gets, over all ranks; 0 for an idle slot."""
+        expert = np.where(self.experts == IDLE, 0, self.experts)
+        return np.where(self.experts == IDLE, 0.0, 1.0 / np.take_along_axis(self.replicas, expert, axis=1))
+
+    def rank_loads(self, loads: npt.NDArray[np.generic]) -> Floats:
+        """The tokens that each rank computes, by the rule of `dispatch_table`.
+
+        Args:
+            loads: `[..., L, E]`: tokens per layer and expert.
+
+        Returns:
+            `[..., L, R]` float64.
+        """
+        tokens: Floats = np.asarray(loads, dtype=np.float64)
+        expert = np.broadcast_to(np.where(self.experts == IDLE, 0, self.experts), (*tokens.shape[:-1], self.num_slots))
+        of_slots: Floats = np.take_along_axis(tokens, expert, axis=-1) * self.shares
+        by_rank = of_slots.reshape(*tokens.shape[:-1], self.num_ranks, self.slots_per_rank)
+        return np.asarray(by_rank.sum(axis=-1), dtype=np.float64)
+
+    def balancedness(self, loads: npt.NDArray[np.generic]) -> Floats:
+        """`[..., L]`: mean / max over ranks of `rank_loads`; 1 is perfect, and for a layer without tokens."""
+        ranks = self.rank_loads(loads)
+        most = ranks.max(axis=-1)
+        return np.divide(ranks.mean(axis=-1), most, out=np.ones_like(most), where=most > 0)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ExpertPlacement):
+            return NotImplemented
+        same = (self.num_experts, self.num_ranks) == (other.num_experts, other.num_ranks)
+        return same and np.array_equal(self.experts, other.experts)
+
+    def __hash__(self) -> int:
+        return hash((self.experts.tobytes(), self.num_experts, self.num_ranks))
+
+
+def _count(experts: Ints, num_experts: int) -> Ints:
+    """`[L, E]`: slots that hold each expert."""
+    layers = len(experts)
+    keys = (experts + 1 + np.arange(layers)[:, None] * (num_experts + 1)).ravel()
+    counts = np.bincount(keys, minlength=layers * (num_experts + 1)).reshape(layers, num_experts + 1)
+    return counts[:, 1:].astype(np.int64)
