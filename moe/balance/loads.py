@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from moe.placement import ExpertPlacement, Floats, Ints
+from moe.placement import Ints
 from ubatch import ConfigError
 
 WINDOW_SIZE = 1000
@@ -51,10 +51,6 @@ class WindowLoads:
         if kind is LoadKind.ALL:
             return np.asarray(self.counts.sum(axis=0))
         return self.counts[list(LoadKind).index(kind)]
-
-    def balancedness(self, placement: ExpertPlacement, kind: LoadKind = LoadKind.ALL) -> Floats:
-        """`[L]`: mean / max over ranks of the tokens that they compute; see `ExpertPlacement.balancedness`."""
-        return placement.balancedness(self.of(kind))
 
 
 @dataclass

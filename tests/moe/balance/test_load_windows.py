@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe.balance import LoadKind, LoadWindows
-from moe.placement import ExpertPlacement, Ints
+from moe.placement import Ints
 from ubatch import ConfigError
 
 
@@ -84,18 +84,6 @@ def test_small_windows_have_as_many_parts_as_steps() -> None:
     for number in range(5):
         each.add(0, 1, counts(number))
     assert total(each) == 2 + 3 + 4
-
-
-def test_balancedness_is_of_the_kind_and_the_placement() -> None:
-    each = windows()
-    each.add(0, 1, counts(prefill=30, decode=10))
-    plain = ExpertPlacement.default(1, 2, 2)
-    window = each.window()
-    assert window.balancedness(plain).tolist() == [pytest.approx(20 / 30)]
-    assert window.balancedness(plain, LoadKind.DECODE).tolist() == [0.5]
-    assert windows().window().balancedness(plain).tolist() == [1.0]
-    doubled = ExpertPlacement(np.array([[0, 1, 0, 1]]), 2, 2)
-    assert window.balancedness(doubled).tolist() == [1.0]
 
 
 def test_an_empty_history_and_wrong_shapes() -> None:
