@@ -106,7 +106,7 @@ def loads(tmp_path: Path) -> str:
 
 def test_a_file_becomes_a_page_and_a_picture(loads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["trace", "--loads", loads, "--ranks", "2", "--out", str(out)]) == 0
+    assert main(["trace", "--expert-loads", loads, "--ranks", "2", "--out", str(out)]) == 0
     assert "2 layers of 4 experts on 2 ranks; balancedness (mean / max over ranks) 1.00 in" in capsys.readouterr().out
     page = (out / "experts.html").read_text()
     assert not re.search(r"https?:|//[a-z]|\bsrc=|<link|@import|url\(|fetch\(|import\(", page)
@@ -118,7 +118,7 @@ def test_a_file_becomes_a_page_and_a_picture(loads: str, tmp_path: Path, capsys:
 def test_a_placement_says_where_experts_are(loads: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placement = tmp_path / "placement.yaml"
     ExpertPlacement(np.array([[0, 1, 2, 3], [3, 2, 1, 0]]), 4, 4).save(placement)
-    words = ["trace", "--loads", loads, "--placement", str(placement), "--out", str(tmp_path)]
+    words = ["trace", "--expert-loads", loads, "--expert-placement", str(placement), "--out", str(tmp_path)]
     assert main(words) == 0
     assert "4 experts on 4 ranks; balancedness (mean / max over ranks) 0.60 in layer 0" in capsys.readouterr().out
     assert main([*words, "--ranks", "2"]) == 2
@@ -131,16 +131,16 @@ def test_a_placement_says_where_experts_are(loads: str, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ((), "needs --ranks, or --placement"),
+        ((), "needs --ranks, or --expert-placement"),
         (("--ranks", "0"), "--ranks 0: it should be at least 1"),
-        (("--ranks", "2", "--seconds", "3"), "--seconds has no effect with --loads"),
+        (("--ranks", "2", "--seconds", "3"), "--seconds has no effect with --expert-loads"),
         (("--ranks", "2", "--url", "http://127.0.0.1:1"), "has no effect with --url"),
     ],
 )
 def test_flags_that_do_not_fit(
     loads: str, words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["trace", "--loads", loads, *words]) == 2
+    assert main(["trace", "--expert-loads", loads, *words]) == 2
     assert why in capsys.readouterr().err
 
 
