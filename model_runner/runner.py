@@ -35,7 +35,7 @@ from model_runner.weights.fp8 import log_projections
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weights import Checkpoint
 from moe import ExpertLoads, StepSizes
-from ubatch import UBatchStatistics
+from ubatch import ConfigError, UBatchStatistics
 from ubatch.ranks import taking_long
 from ubatch.schedules import MODE_KEYS
 from ubatch.streams import HostCopy, to_host
@@ -209,13 +209,16 @@ class ModelRunner(StepRunner):
             with self.streams.forward():
                 self.expert_loads.clear()
 
-    def copy_expert_loads(self) -> HostCopy | None:
-        """Start a copy of `ExpertLoads.counts` after the steps launched so far; None for a dense model.
+    def copy_expert_loads(self) -> HostCopy:
+        """Start a copy of `ExpertLoads.counts` after the steps launched so far.
 
         `HostCopy.wait` has the copy; once `HostCopy.done`, without waiting.
+
+        Raises:
+            ConfigError: the experts of this model are not counted, or it has none (`expert_loads` is None).
         """
         if self.expert_loads is None:
-            return None
+            raise ConfigError(f"{self.model_path} has no experts that are counted.")
         with self.streams.forward():
             return to_host(self.expert_loads.snapshot())
 

@@ -1,7 +1,7 @@
 """Who sends which slot's weights to whom, and in which pieces. Every rank computes the same from the two placements.
 
-    streams     for every two ranks, the experts that one sends the other, one behind the other
-    rounds      pieces of all streams that travel together; no rank sends or receives more than a budget in one
+streams     for every two ranks, the experts that one sends the other, one behind the other
+rounds      pieces of all streams that travel together; no rank sends or receives more than a budget in one
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe import ExpertPlacement
+
 Ints = npt.NDArray[np.int64]
 
 Stream = list[tuple[int, int]]

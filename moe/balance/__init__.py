@@ -4,7 +4,8 @@ decision     whether a new placement pays for its move, and when to look earlier
 planner      a placement for given loads
 movement     what a new placement moves, and the order of ranks that moves least
 assignment   the assignment of greatest benefit, for many problems at once
-load_files   load of every expert, as files
+loads        load of every expert over the last steps
+load_files   the same, as files
 """
 
 from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen
@@ -14,14 +15,22 @@ from moe.balance.planner import is_hierarchical, plan_placement
 
 __all__ = [
     "LOAD_SUFFIXES",
+    "PARTS",
+    "WINDOW_SIZE",
     "Decision",
+    "Floats",
+    "Ints",
+    "LoadKind",
+    "LoadWindows",
     "MoveCosts",
     "Verdict",
+    "WindowLoads",
     "arrivals",
     "check_load_suffix",
     "decide",
     "has_fallen",
     "is_hierarchical",
+    "part_steps",
     "plan_placement",
     "read_loads",
     "write_loads",

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from model_runner import FinishReason, RequestError, fresh_seed
+from serving.balance import ExpertBalance, LoadBook
 from serving.engine.blame import Blame
 from serving.engine.launch import EngineMain, require_descriptors
 from serving.engine.options import EngineOptions
@@ -75,9 +76,11 @@ class EngineClient:
     Attributes:
         resumed: requests that went on after a restart, each time counted.
         poisonous: requests that were ended because they killed an engine while they ran alone.
+        loads: load of the experts; None for a dense model, and before the engines are ready.
     """
 
     info: EngineInfo
+    loads: LoadBook | None = None
 
     def __init__(self, options: EngineOptions, engine_main: EngineMain = run_engine) -> None:
         self.options = options
@@ -91,6 +94,7 @@ class EngineClient:
         self._profiles = Profiles(options)
         self._runs = EngineRuns(options, engine_main, self)
         self._closing = False
+        self._load_file: asyncio.Task[None] | None = None
 
     # -- start and end ------------------------------------------------------------------------------------------
 
@@ -120,6 +124,9 @@ class EngineClient:
         self._closing = True
         self._fail_all(partial(EngineDead, "the engines were closed."))
         await self._runs.close(timeout_s)
+        if self._load_file is not None and self.loads is not None and self.loads.file is not None:
+            self.loads.file.end()
+            await self._load_file
         for future in (self._died, self._finished):
             future.cancel()
 
@@ -239,6 +246,11 @@ class EngineClient:
         return self._runs.restarts
 
     @property
+    def balance(self) -> ExpertBalance | None:
+        """The experts' load over the last steps; None for a dense model."""
+        return None if self.loads is None else self.loads.balance()
+
+    @property
     def num_waiting(self) -> int:
         """Requests that do not run yet, on all ranks, including those sent but not yet received."""
         return self._router.num_waiting
@@ -308,12 +320,15 @@ class EngineClient:
     def heard(self, message: wire.FromEngine) -> None:
         """See `runs.Owner`."""
         match message:
-            case wire.Outputs() | wire.Refused() if not self._runs.serves:
+            case wire.Outputs() | wire.Loads() | wire.Refused() if not self._runs.serves:
                 pass  # of a run that has failed: what it says is generated again
             case wire.Outputs():
                 self._router.deliver(message)
                 if self._suspects.watching:
                     self._watch(message.outputs)
+            case wire.Loads(rank, steps):
+                if self.loads is not None:
+                    self.loads.add(rank, steps, message.counts(self.loads.experts))
             case wire.Refused(_, request_id, kind, text, param):
                 stream = self._abort(request_id)  # it may run: only its output was too long
                 if stream is not None:
@@ -332,6 +347,14 @@ class EngineClient:
                 told.append(self._suspects.gone(output.request_id, well=output.finish_reason in _WELL))
         if any(told):
             self._begin_held()
+
+    def _open_loads(self) -> None:
+        """Begin a book of the experts' load; engines that were started again go on with it."""
+        experts = self._runs.run.ready[0].experts
+        if self.loads is None and experts is not None:
+            self.loads = LoadBook(experts, self.options.expert_ranks, self.options.expert_load_out)
+            if self.loads.file is not None:
+                self._load_file = asyncio.create_task(self.loads.file.keep())
 
     def _make_info(self) -> EngineInfo:
         ready = [self._runs.run.ready[rank] for rank in sorted(self._runs.run.ready)]
@@ -357,6 +380,7 @@ class EngineClient:
     def serving(self) -> None:
         """See `runs.Owner`."""
         self.info = self._make_info()
+        self._open_loads()
         self._begin_held()
 
     def given_up(self, error: EngineDead) -> None:

@@ -9,6 +9,7 @@ from model_runner import ModelConfig, check_tensor_parallel
 from model_runner.parallel import LOCAL, check_schedules_by_name
 from model_runner.settings import beyond_full_attention
 from moe import check_all2all_options
+from serving.balance import check_load_out
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server
 from serving.options.flags.turn_flags import Turns
@@ -26,7 +27,7 @@ _MOST_NODES = 4096
 
 def check_alone(settings: Settings) -> None:
     """Check the settings that need neither the checkpoint nor the machine."""
-    checks = (_model, _overlap, _parallelism, _nodes, _memory, _graphs, check_speculation)
+    checks = (_model, _overlap, _parallelism, _nodes, _memory, _graphs, _load_out, check_speculation)
     for message in chain.from_iterable(check(settings) for check in checks):
         raise ConfigError(message)
 
@@ -102,6 +103,7 @@ def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
     if s["allowed_origins"] is None:
         yield ("allowed_methods", "allowed_headers", "allow_credentials"), "--allowed-origins: no browser may call"
     if s["node_rank"] > 0:
+        yield ("expert_load_out",), "the client: machine 0 (--node-rank 0) has it, and writes the load of all ranks"
         yield (
             [name for name in (*Server.model_fields, *Turns.model_fields) if name != "log_level"],
             "a server: machine 0 (--node-rank 0) has it",
@@ -240,6 +242,14 @@ def _graphs(s: Settings) -> Iterator[str]:
         )
 
 
+def _load_out(s: Settings) -> Iterator[str]:
+    if s["expert_load_out"] is not None and s["node_rank"] == 0:
+        try:
+            check_load_out(s["expert_load_out"])
+        except ConfigError as error:
+            yield f"{s.spell('expert_load_out')} {error}"
+
+
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
@@ -283,8 +293,9 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
             f"{topk}, but {len(model.linear_layers)} layers have linear attention, whose states cannot follow a tree. "
             "Use 1."
         )
-    if model.num_experts == 0 and s["moe_backend"] != "auto":
-        yield f"{s.spell('moe_backend')} {s['moe_backend']}: the checkpoint is a dense model. Remove it."
+    for name in ("moe_backend", "expert_load_out"):
+        if model.num_experts == 0 and s[name] not in (None, "auto"):
+            yield f"{s.spell(name)} {s[name]}: the checkpoint is a dense model. Remove it."
 
 
 def _device(s: Settings, gpus: int) -> Iterator[str]:

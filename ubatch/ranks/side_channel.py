@@ -39,7 +39,9 @@ class SideChannel:
         self._rank, self._size, self._beside = group.rank, group.size, beside
         self._pg = group.usable_connection().make_side_pg()
 
-    def launch(self, name: str, out: Tensor, into: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer[Tensor]:
+    def launch(
+        self, name: str, out: Tensor, into: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Transfer[Tensor]:
         """Send bytes to every rank, and receive bytes from every rank: a transfer of `into`.
 
         `Transfer.wait` raises the transport's RuntimeError if it failed.
@@ -60,9 +62,7 @@ class SideChannel:
                 f"{len(into)}."
             )
         into = into[: sum(received)]
-        work = dist.all_to_all_single(
-            into, out[: sum(sent)], list(received), list(sent), group=self._pg, async_op=True
-        )
+        work = dist.all_to_all_single(into, out[: sum(sent)], list(received), list(sent), group=self._pg, async_op=True)
         away, back = (sum(sizes) - sizes[self._rank] for sizes in (sent, received))
         works = [work] if self._beside is None else [work, self._beside(away, back)]
         return Transfer(name, works, lambda: into, keep=(out, into), bytes_sent=away, bytes_received=back)

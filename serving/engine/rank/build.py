@@ -11,16 +11,18 @@ from tqdm import tqdm
 
 from model_runner import ModelRunner, RunnerSettings, SamplingParams, generate
 from model_runner.weights import KeptStart, describe_files
-from moe import EmulatedLink
+from moe import EmulatedLink, ExpertPlacement
+from moe.balance import WINDOW_SIZE, part_steps
 from serving.engine.kept import SharedMemory
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
+from serving.engine.rank.loads import LoadReporter
 from serving.engine.rank.runner_setup import WeightsBar
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
 from serving.structured.matcher import GrammarCompiler
 from serving.structured.tokenizer import load_grammar_tokenizer
-from ubatch import CapturedGraph, CommGroup, __version__
+from ubatch import CapturedGraph, CommGroup, ConfigError, __version__
 from ubatch.kernels import remember_choices
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +96,19 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
         grammars=GrammarCompiler(
             partial(load_grammar_tokenizer, options.model, runner.config.vocab_size, runner.config.eos_token_ids)
         ),
+        loads=_load_reporter(options, runner),
     )
+
+
+def _load_reporter(options: EngineOptions, runner: ModelRunner) -> LoadReporter | None:
+    counted = runner.expert_loads
+    if counted is not None:
+        _, num_layers, num_experts = counted.counts.shape
+        placement = ExpertPlacement.default(num_layers, num_experts, options.expert_ranks)
+        return LoadReporter(runner.copy_expert_loads, placement, part_steps(WINDOW_SIZE))
+    if options.expert_load_out is not None:
+        raise ConfigError("expert_load_out: the load of this kind of model is not counted. Remove it.")
+    return None
 
 
 def warm_up(options: EngineOptions, runner: ModelRunner) -> None:

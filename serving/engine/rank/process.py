@@ -121,7 +121,8 @@ def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: En
             log_event(_logger, "transport", way=way)
         log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
         vocab_size, num_blocks = runner.config.vocab_size, runner.allocator.num_blocks
-        link.send(wire.Ready(rank, options.scheduler.max_model_len, vocab_size, memory, num_blocks))
+        experts = None if core.loads is None else core.loads.experts
+        link.send(wire.Ready(rank, options.scheduler.max_model_len, vocab_size, memory, num_blocks, experts))
         Engine(options, rank, core, runner.group, link).serve()
     link.close()
 
@@ -332,7 +333,10 @@ class Engine:
             record.end_aside()
 
     def _report(self, outputs: Sequence[RequestOutput], *, at_once: bool = False) -> None:
-        """Send outputs and statistics. Without outputs: only with `at_once`, after a new message, or every 0.2 s."""
+        """Send outputs and statistics. Without outputs: only with `at_once`, after a new message, or every 0.2 s.
+        Before them the experts' load, if it is due, or with `at_once`."""
+        for steps, counts in () if self.core.loads is None else self.core.loads.news(now=at_once):
+            self._link.send(wire.Loads.of(self.rank, steps, counts))
         received, at = self._reported
         now = time.monotonic()
         if not (outputs or at_once or received != self._received or now - at > _REPORT_S):

@@ -20,6 +20,7 @@ from ubatch import ConfigError
 _MAY_DIFFER = frozenset(
     {
         *("node_rank", "master_addr", "master_port", "cluster_secret_file", "log_level", "profile_folder"),
+        "expert_load_out",  # node 0 writes it
         *("model", "kv_cache_memory", "gpu_memory_utilization"),  # folders, and memory, are a machine's own
         *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "moe_backend"),
         *("group", "profile_ranges", "draft_model_path", "resume_timeout_s"),
@@ -109,7 +110,7 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: wire.FromEngi
             return rank in range(options.world_size)
         case wire.Finished(rank):
             return rank == 0 and sender == rank_identity(rank)
-        case wire.Ready(rank) | wire.Alive(rank) | wire.ProfileWritten(rank):
+        case wire.Ready(rank) | wire.Alive(rank) | wire.Loads(rank) | wire.ProfileWritten(rank):
             return rank in range(options.world_size) and sender == rank_identity(rank)
 
 

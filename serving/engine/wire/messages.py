@@ -1,7 +1,7 @@
 """The messages between the API process and the engines: tagged msgspec structs, in MessagePack.
 
     to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown
-    from an engine    Ready, Alive, Outputs, Refused, Failed, ProfileWritten; Finished at the end of a job
+    from an engine    Ready, Alive, Outputs, Loads, Refused, Failed, ProfileWritten; Finished at the end of a job
     from a node       NodeAlive, NodeFound, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
 
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, CheckpointFileMissing, RequestError, TokenIds
+from moe.balance import Ints
 from serving.engine.restarts import RestartReason
 from serving.engine.step_record import InStep
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
@@ -96,6 +98,7 @@ class Ready(_Message, frozen=True):
     Attributes:
         memory: memory held by the rank's KV cache and attention back ends, as text.
         num_kv_blocks: blocks of its KV cache.
+        experts: MoE layers, and experts of each; None for a dense model.
     """
 
     rank: int
@@ -103,6 +106,7 @@ class Ready(_Message, frozen=True):
     vocab_size: int
     memory: str
     num_kv_blocks: int = 0
+    experts: tuple[int, int] | None = None
 
 
 class Alive(_Message, frozen=True):
@@ -128,6 +132,38 @@ class Outputs(_Message, frozen=True):
     received: int
     outputs: Sequence[RequestOutput]
     statistics: EngineStatistics
+
+
+class Loads(_Message, frozen=True):
+    """Load of the experts since the rank's last such message, of the tokens that it has itself.
+
+    Attributes:
+        steps: steps that it has run since, with tokens on any rank.
+        prefill, decode: `[L, E]` int64, the tokens of these kinds of steps; empty if there were none.
+    """
+
+    rank: int
+    steps: int
+    prefill: bytes
+    decode: bytes
+
+    @classmethod
+    def of(cls, rank: int, steps: int, counts: Ints) -> Loads:
+        """From counts `[2, L, E]`."""
+        prefill, decode = (kind.tobytes() if kind.any() else b"" for kind in counts)
+        return cls(rank, steps, prefill, decode)
+
+    def counts(self, experts: tuple[int, int]) -> Ints:
+        """`[2, L, E]`.
+
+        Args:
+            experts: as of `Ready`.
+        """
+        counts = np.zeros((2, *experts), dtype=np.int64)
+        for kind, told in zip(counts, (self.prefill, self.decode), strict=True):
+            if told:
+                kind[:] = np.frombuffer(told, dtype=np.int64).reshape(experts)
+        return counts
 
 
 class Refused(_Message, frozen=True):
@@ -212,7 +248,9 @@ class NodeFound(_Message, frozen=True):
 
 
 ToEngine: TypeAlias = Add | Abort | Admit | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
-FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive | NodeFound
+FromEngine: TypeAlias = (
+    Ready | Alive | Outputs | Loads | Refused | Failed | Finished | ProfileWritten | NodeAlive | NodeFound
+)
 
 
 class Turn(_Message, frozen=True):

@@ -15,7 +15,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from attention import attention_backends
 from model_runner import DEFAULT_KV_CACHE_MEMORY, MAX_TOP_LOGPROBS
 from model_runner.parallel import AUTO
+from moe.balance import PARTS, WINDOW_SIZE, part_steps
 from serving.arguments.fields import Flag, Group
+from serving.balance.load_file import KEEP
 from serving.engine.options import RestartLimits
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
@@ -242,6 +244,16 @@ class Graphs(Group):
         None, description="largest of them; larger steps run eagerly"
     )
     enforce_eager: bool = Field(False, description="capture nothing, as --cudagraph-mode none")
+
+
+class Experts(Group):
+    """Which rank computes which experts, and their load: `/metrics` has it without any of these."""
+
+    expert_load_out: Annotated[Path | None, Flag(metavar="FILE", default="none")] = Field(
+        None,
+        description="write the load of every expert to this .npy or .json, now and then and at the end: "
+        f"[parts of {part_steps(WINDOW_SIZE)} steps, layers, experts], the last {PARTS * KEEP}; machine 0 writes it",
+    )
 
 
 class Restarts(Group):
