@@ -10,8 +10,10 @@ load_files   the same, as files
 
 from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen
 from moe.balance.load_files import LOAD_SUFFIXES, check_load_suffix, read_loads, write_loads
+from moe.balance.loads import PARTS, WINDOW_SIZE, LoadKind, LoadWindows, WindowLoads, part_steps
 from moe.balance.movement import arrivals
 from moe.balance.planner import is_hierarchical, plan_placement
+from moe.placement import Floats, Ints
 
 __all__ = [
     "LOAD_SUFFIXES",

@@ -1,8 +1,8 @@
 """Transfers beside a group's steps: rows from rank to rank that no step waits for.
 
 They go over a gloo group of their own, so they are never paired with what steps send, and travel in gloo's threads
-while the ranks compute. Nobody has to wait for one: `Transfer.done` tells whether it has arrived. If one fails, only the
-channel is lost, and the group of the steps goes on; if a rank has died, its next step tells.
+while the ranks compute. Nobody has to wait for one: `Transfer.done` tells whether it has arrived. If one fails, only
+the channel is lost, and the group of the steps goes on; if a rank has died, its next step tells.
 """
 
 from __future__ import annotations
