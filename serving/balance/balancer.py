@@ -104,7 +104,10 @@ class Balancer:
         if self._seen and steps:
             self._step_s = (now - self._seen) / steps
         self._seen = now
-        if self._config.log_balancedness and self._all_steps - self._logged_at >= self._config.log_balancedness_interval:
+        if (
+            self._config.log_balancedness
+            and self._all_steps - self._logged_at >= self._config.log_balancedness_interval
+        ):
             self._log()
         if self._under_way or self._planning is not None:
             return

@@ -123,7 +123,9 @@ def _cells(relative: Floats, held: np.ndarray, row: float, cell: float) -> Itera
         for shade, run in groupby(of_layer.tolist()):
             length = len(list(run))
             x, y = _LEFT + start * cell, _HEAD + layer * row
-            paths.setdefault(shade, []).append(f"M{x:.2f} {y:.2f}h{length * cell:.2f}v{row - 1:.2f}h-{length * cell:.2f}z")
+            paths.setdefault(shade, []).append(
+                f"M{x:.2f} {y:.2f}h{length * cell:.2f}v{row - 1:.2f}h-{length * cell:.2f}z"
+            )
             start += length
     for shade, drawn in sorted(paths.items()):
         if shade >= 0:  # an idle slot is left blank
