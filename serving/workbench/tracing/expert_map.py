@@ -27,7 +27,8 @@ _MOST_NAMES = 32
 _STYLE = """\
 .expert-map { display: block; width: 100%; height: auto; font: 12px system-ui, "DejaVu Sans", sans-serif; }
 .expert-map text { fill: var(--muted, #626b76); } .expert-map .word { fill: var(--text, #16191d); font-weight: 600; }
-.expert-map .hot { fill: var(--exposed, #d9480f); } .expert-map .rank { fill: var(--lane0, #3566c4); }
+.expert-map .hot { fill: var(--exposed, #d9480f); } .expert-map .cell { stroke: var(--exposed, #d9480f); }
+.expert-map .rank { fill: var(--lane0, #3566c4); }
 .expert-map .even { fill: var(--hidden, #12956a); } .expert-map .track { fill: var(--track, #f3f5f7); }
 .expert-map .edge { stroke: var(--muted, #626b76); } .expert-map .row { fill: transparent; }
 .expert-map .row:hover { fill: var(--band, rgba(20, 30, 45, .09)); }
@@ -115,21 +116,20 @@ def _rank_names(num_ranks: int) -> Iterator[str]:
 
 
 def _cells(relative: Floats, held: np.ndarray, row: float, cell: float) -> Iterator[str]:
-    """One path for each shade; neighbours of a shade are one rectangle."""
+    """One path for each shade; neighbours of a shade are one thick line."""
     shades = np.where(held, np.digitize(relative, _LEVELS), -1)
     paths: dict[int, list[str]] = {}
     for layer, of_layer in enumerate(shades):
         start = 0
         for shade, run in groupby(of_layer.tolist()):
             length = len(list(run))
-            x, y = _LEFT + start * cell, _HEAD + layer * row
-            paths.setdefault(shade, []).append(
-                f"M{x:.2f} {y:.2f}h{length * cell:.2f}v{row - 1:.2f}h-{length * cell:.2f}z"
-            )
+            x, y = _LEFT + start * cell, _HEAD + layer * row + row / 2
+            paths.setdefault(shade, []).append(f"M{x:.1f} {y:.1f}h{length * cell:.1f}")
             start += length
     for shade, drawn in sorted(paths.items()):
         if shade >= 0:  # an idle slot is left blank
-            yield f'<path class="hot" fill-opacity="{_SHADES[shade]}" d="{"".join(drawn)}"/>'
+            width = f"{row - 1:.1f}"
+            yield f'<path class="cell" stroke-width="{width}" stroke-opacity="{_SHADES[shade]}" d="{"".join(drawn)}"/>'
 
 
 def _rank_bars(tokens: Floats, top: float, row: float) -> Iterator[str]:
@@ -157,12 +157,12 @@ def _told(layer: int, tokens: np.ndarray, ranks: Floats, even: float) -> str:
 def _legend(top: float) -> Iterator[str]:
     x = float(_LEFT)
     yield _text(x, top + 10, "tokens of a slot, in multiples of the layer's mean:")
-    x += 300
+    x += 310
     for shade, opacity in enumerate(_SHADES):
-        yield f'<rect class="hot" fill-opacity="{opacity}" {_box(x, top, 22, 12)}/>'
+        yield f'<rect class="hot" fill-opacity="{opacity}" {_box(x, top, 36, 12)}/>'
         if shade < len(_LEVELS):
-            yield _text(x + 22, top + 24, f"{_LEVELS[shade]:g}", middle=True)
-        x += 22
+            yield _text(x + 36, top + 25, f"{_LEVELS[shade]:g}", middle=True)
+        x += 36
 
 
 def _svg(height: float, parts: list[str], label: str) -> str:
