@@ -33,11 +33,12 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model_runner.balance.exchange import ALIGNMENT, Ints, Stream, pieces_of, room_of, rounds_of, streams_of
 from model_runner.balance.slots import SlotStore
 from moe import EmulatedLink, ExpertMap, ExpertPlacement, FusedExperts, FusedMoEModularKernel
+from moe.balance import EplbConfig, with_layers
 from ubatch import CommGroup, ConfigError
 from ubatch.ranks import SideChannel
 from ubatch.streams import StreamBackend, make_streams
@@ -129,6 +130,7 @@ class Mover:
 
     Attributes:
         placement: where experts are now.
+        expert_bytes: of an expert in the largest layer.
         staging_bytes: of the buffers that experts travel in.
 
     Raises:
@@ -173,6 +175,7 @@ class Mover:
         if device.type != "cpu":
             self._away, self._home = (torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
         self._weights = 2 * torch.arange(-(-room // ALIGNMENT), dtype=torch.int64, device=device) + 1
+        self.expert_bytes = max(self._slots.slot_bytes)
         self.staging_bytes = most + 2 * room
         self._sums = torch.zeros(2, group.size, dtype=torch.int64, device=device)  # of what is sent, and received
         self._wrong = torch.zeros(1, dtype=torch.bool, device=device)
@@ -396,9 +399,7 @@ class Mover:
             self._slots.write(number, slot, self._staging[place * body : (place + 1) * body])
         self._maps[number].replace(layer.table)
         self._switched.record(current)
-        experts = self.placement.experts.copy()
-        experts[number] = order.placement.experts[number]
-        self.placement = ExpertPlacement(experts, order.placement.num_experts, order.placement.num_ranks)
+        self.placement = with_layers(self.placement, order.placement, np.array([number]))
         self._layer = None
         order.layers.popleft()
         if not order.layers:
@@ -415,6 +416,46 @@ class Mover:
         name = why.name.lower()
         _logger.error("rearrangement %d is given up (%s on rank %d): experts stay where they are", number, name, rank)
         self._news.append(MoveNews(number, over=True, failure=name))
+
+
+def make_mover(
+    model: nn.Module,
+    placement: ExpertPlacement | None,
+    group: CommGroup | None,
+    device: torch.device,
+    config: EplbConfig,
+    *,
+    link: EmulatedLink | None = None,
+    streams: StreamBackend | None = None,
+) -> Mover:
+    """The mover of a model's experts. Every rank of the group must call this.
+
+    Args:
+        placement: where experts are; None for a model without placed experts.
+        config: how fast they may move.
+        Others: see `Mover`.
+
+    Raises:
+        ConfigError: there is nothing to balance: one rank, or no experts; or see `Mover`.
+    """
+    if group is None or group.size == 1:
+        raise ConfigError("enable_eplb: one rank has all experts, so there is nothing to balance. Use several ranks.")
+    kernels = [each for each in model.modules() if isinstance(each, FusedMoEModularKernel)]
+    if placement is None or len(kernels) != placement.num_layers:
+        raise ConfigError("enable_eplb: this model has no experts that can be placed. Leave it out.")
+    slots = SlotStore([_experts_of(kernel) for kernel in kernels])
+    total = sum(count * size for count, size in zip(slots.slots, slots.slot_bytes, strict=True))
+    return Mover(
+        kernels,
+        placement,
+        group,
+        device,
+        link=link,
+        streams=streams,
+        bytes_per_step=config.bytes_per_step(int(-group.least(-total))),
+        checksums=config.move_checksums,
+        timeout_s=group.timeout_s,
+    )
 
 
 def _experts_of(kernel: FusedMoEModularKernel) -> FusedExperts:

@@ -10,7 +10,7 @@ config       the user's settings
 """
 
 from moe.balance.config import EplbConfig
-from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen
+from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen, with_layers
 from moe.balance.load_files import LOAD_SUFFIXES, check_load_suffix, read_loads, write_loads
 from moe.balance.loads import PARTS, WINDOW_SIZE, LoadKind, LoadWindows, WindowLoads, part_steps
 from moe.balance.movement import arrivals
@@ -38,5 +38,6 @@ __all__ = [
     "part_steps",
     "plan_placement",
     "read_loads",
+    "with_layers",
     "write_loads",
 ]

@@ -21,7 +21,7 @@ from enum import StrEnum
 import numpy as np
 
 from moe import ExpertPlacement
-from moe.balance import PARTS, Decision, EplbConfig, Floats, MoveCosts, Verdict, decide, has_fallen
+from moe.balance import PARTS, Decision, EplbConfig, Floats, MoveCosts, Verdict, decide, has_fallen, with_layers
 from serving.balance.load_book import LoadBook
 from serving.logs import log_event
 
@@ -84,6 +84,7 @@ class Balancer:
         self._first = book.placement
         self._number, self._under_way = 0, False
         self._wanted: ExpertPlacement | None = None  # by the order under way
+        self._lost: ExpertPlacement | None = None  # what engines that were started again have to come back to
         self._planning: asyncio.Task[None] | None = None
         self._steps = 0  # since the last plan
         self._logged_at = self._all_steps = 0
@@ -175,11 +176,11 @@ class Balancer:
         if number != self._number or self._wanted is None or not self._under_way:
             return  # of an earlier run
         if layers:
-            self._book.placement = self._book.placement.with_layers(self._wanted, layers)
+            self._book.placement = with_layers(self._book.placement, self._wanted, np.array(layers))
             self.layers_moved += len(layers)
             self.bytes_moved += num_bytes
         if over:
-            self._under_way, self._wanted, self._steps = False, None, 0
+            self._under_way, self._wanted, self._lost, self._steps = False, None, None, 0
             if failure:
                 self.failed[failure] += 1
 
@@ -192,7 +193,8 @@ class Balancer:
     def restarted(self) -> None:
         """Engines were started again: bring them back to the placement in force."""
         self._seen = 0.0
-        before, self._book.placement = self._book.placement, self._first
+        before = self._lost = self._lost or self._book.placement
+        self._book.placement = self._first
         layers = np.flatnonzero((before.experts != self._first.experts).any(axis=1)).tolist()
         if layers:
             self._begin(before, layers, MoveReason.RESTORED)

@@ -1,4 +1,4 @@
-"""Experts move between ranks: every layer computes what it did, before, during and after; what fails changes nothing."""
+"""Experts move between ranks: layers compute what they did, before, during and after; what fails changes nothing."""
 
 from __future__ import annotations
 
