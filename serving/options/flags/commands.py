@@ -57,7 +57,8 @@ class Source(Group):
         None, description="with --loads: where the experts are, in place of --ranks; else in the order of their ids"
     )
     out: Path = Field(
-        Path("trace"), description="folder for trace.json, trace.html and summary.json; with --loads experts.html alone"
+        Path("trace"),
+        description="folder for trace.json, trace.html and summary.json; with --loads for experts.html and .svg",
     )
 
 

@@ -93,12 +93,19 @@ def draw_course(lines: Mapping[str, Floats]) -> str:
         at = _HEAD + height * (1 - value)
         parts.append(_rect(_LEFT, at - 0.5, wide, 1, "track"))
         parts.append(_text(_LEFT - 8, at + 4, f"{value:g}", end=True))
-    for name, values in lines.items():
+    below = 0.0
+    for name, values in sorted(lines.items(), key=lambda line: -float(line[1][-1])):
         across = _LEFT + wide * np.arange(len(values)) / max(1, len(values) - 1)
         points = " ".join(f"{x:.1f},{_HEAD + height * (1 - y):.1f}" for x, y in zip(across, values, strict=True))
         parts.append(f'<polyline class="{html.escape(name)}" points="{points}"/>')
-        parts.append(_text(_LEFT + wide + 10, _HEAD + height * (1 - float(values[-1])) + 4, name))
+        below = max(below + 14, _HEAD + height * (1 - float(values[-1])) + 4)
+        parts.append(_text(_LEFT + wide + 10, below, name))
     return _svg(_HEAD + height + 20, parts, "Balancedness over time.")
+
+
+def as_document(svg: str) -> str:
+    """A drawing as a file of its own. It looks the same in light and dark surroundings."""
+    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1)
 
 
 def _ranks_x() -> float:
@@ -167,7 +174,7 @@ def _legend(top: float) -> Iterator[str]:
 
 def _svg(height: float, parts: list[str], label: str) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="expert-map" viewBox="-14 -6 {_WIDTH + 28} {height + 12:.0f}" '
+        f'<svg class="expert-map" viewBox="-14 -6 {_WIDTH + 28} {height + 12:.0f}" '
         f'role="img" aria-label="{html.escape(label)}"><style>{_STYLE}</style>{"".join(parts)}</svg>'
     )
 

@@ -47,11 +47,15 @@ class RecordedLoads:
         even = f"balancedness (mean / max over ranks) {of_layers.min():.2f} in layer {of_layers.argmin()}, the worst"
         return f"{held}; {even}, {of_layers.mean():.2f} on average"
 
+    def picture(self) -> str:
+        """All of it, as SVG."""
+        return draw_balance(next(iter(self.views.values())), self.placement)
+
     def section(self) -> str:
         """HTML for `ubatch.write_html`."""
-        (_, whole), *others = self.views.items()
+        _, *others = self.views.items()
         parts = [f'<div class="bar"><b>Load of the experts</b><span>{html.escape(self.sentence)}.</span></div>']
-        parts.append(draw_balance(whole, self.placement))
+        parts.append(self.picture())
         if len(self.steps) > 1:
             course = self.placement.balancedness(self.steps)
             parts.append(draw_course({"worst": course.min(axis=1), "mean": course.mean(axis=1)}))

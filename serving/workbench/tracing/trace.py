@@ -24,6 +24,7 @@ from serving.options import TRACE, Layer, Settings, chosen_dtype, describe_setti
 from serving.options.sources import Source, settle_environment
 from serving.workbench.bench.statistics import columns
 from serving.workbench.tracing.diagnosis import diagnose
+from serving.workbench.tracing.expert_map import as_document
 from serving.workbench.tracing.experts import RecordedLoads, loads_of_file, loads_of_traces
 from serving.workbench.tracing.finding import Finding
 from serving.workbench.tracing.offline import OfflineRun, choose_run, pick_link, record, record_serial
@@ -275,17 +276,17 @@ def _write(
 def _show_loads(s: Settings) -> int:
     """Write the page of a file of loads."""
     loads = loads_of_file(s["loads"], s["ranks"], s["placement"])
-    path: Path = s["out"] / "experts.html"
+    path, picture = (s["out"] / name for name in ("experts.html", "experts.svg"))
     facts = {"source": str(s["loads"]), "steps": str(len(loads.steps)), "tokens": f"{loads.steps.sum():,.0f}"}
     if s["placement"] is not None:
         facts["placement"] = str(s["placement"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_html(path, {}, title="expert load", summary=facts, sections=[loads.section()])
+        picture.write_text(as_document(loads.picture()), encoding="utf-8")
     except OSError as error:
         raise _cannot_write(s["out"], error) from error
-    print(f"wrote {path}")
-    print(f"experts: {loads.sentence}.")
+    print(f"wrote {path}\nwrote {picture}\nexperts: {loads.sentence}.")
     return 0
 
 
