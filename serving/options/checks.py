@@ -171,6 +171,10 @@ _NO_EXCHANGE = {
 }
 
 
+_WITHOUT_MOVES = {"num_redundant_experts", "window_size"}
+"""Keys of `eplb_config` that count even if experts do not move."""
+
+
 def _parallelism(s: Settings) -> Iterator[str]:
     if s["enable_expert_parallel"]:
         if _num_processes(s) == 1:
@@ -180,8 +184,12 @@ def _parallelism(s: Settings) -> Iterator[str]:
             )
         if s["all2all_backend"] in _NO_EXCHANGE:
             yield f"{s.spell('all2all_backend')} {_NO_EXCHANGE[s['all2all_backend']]}"
+        idle = set(s["eplb_config"] or ()) - _WITHOUT_MOVES
+        if idle and not s["enable_eplb"]:
+            names = ", ".join(f"{s.spell('eplb_config')}.{name}" for name in sorted(idle))
+            yield f"{names}: only experts that move look at it. Add {s.spell('enable_eplb')}."
         return
-    for name in ("all2all_backend", "all2all_options", "eplb_config", "init_expert_location"):
+    for name in ("all2all_backend", "all2all_options", "enable_eplb", "eplb_config", "init_expert_location"):
         if s[name]:
             why = "no token travels" if name.startswith("all2all") else "every rank has all experts"
             yield f"{s.spell(name)} needs --enable-expert-parallel; without it {why}."

@@ -110,7 +110,7 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: wire.FromEngi
             return node_rank in range(1, options.nnodes) and sender == node_identity(node_rank)
         case wire.Failed(rank):
             return rank in range(options.world_size)
-        case wire.Finished(rank):
+        case wire.Finished(rank) | wire.Moved(rank):
             return rank == 0 and sender == rank_identity(rank)
         case wire.Ready(rank) | wire.Alive(rank) | wire.Loads(rank) | wire.ProfileWritten(rank):
             return rank in range(options.world_size) and sender == rank_identity(rank)
