@@ -6,9 +6,11 @@ movement     what a new placement moves, and the order of ranks that moves least
 assignment   the assignment of greatest benefit, for many problems at once
 loads        load of every expert over the last steps
 load_files   the same, as files
+config       the user's settings
 """
 
-from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen
+from moe.balance.config import EplbConfig
+from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen, with_layers
 from moe.balance.load_files import LOAD_SUFFIXES, check_load_suffix, read_loads, write_loads
 from moe.balance.loads import PARTS, WINDOW_SIZE, LoadKind, LoadWindows, WindowLoads, part_steps
 from moe.balance.movement import arrivals
@@ -20,6 +22,7 @@ __all__ = [
     "PARTS",
     "WINDOW_SIZE",
     "Decision",
+    "EplbConfig",
     "Floats",
     "Ints",
     "LoadKind",
@@ -35,5 +38,6 @@ __all__ = [
     "part_steps",
     "plan_placement",
     "read_loads",
+    "with_layers",
     "write_loads",
 ]

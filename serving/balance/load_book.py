@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe import ExpertPlacement
-from moe.balance import Floats, Ints, LoadKind, LoadWindows, WindowLoads
+from moe.balance import WINDOW_SIZE, Floats, Ints, LoadKind, LoadWindows, WindowLoads
 from serving.balance.load_file import KEEP, LoadFile
 
 
@@ -39,21 +39,21 @@ class LoadBook:
     """What ranks have counted.
 
     Args:
-        experts: MoE layers, and experts of each.
-        num_ranks: ranks that share the experts; 1 if each rank has all of them.
+        placement: which rank computes which expert's tokens; one rank if each has all experts.
         path: file to write; None for none.
+        window_size: steps that are looked at.
 
     Attributes:
-        experts: as given.
+        experts: MoE layers, and experts of each.
         windows: the load.
         placement: which rank computes which expert's tokens.
         file: what writes the file; None for none.
     """
 
-    def __init__(self, experts: tuple[int, int], num_ranks: int, path: Path | None = None) -> None:
-        self.experts = experts
-        self.windows = LoadWindows(*experts, keep=1 if path is None else KEEP)
-        self.placement = ExpertPlacement.default(*experts, num_ranks)
+    def __init__(self, placement: ExpertPlacement, path: Path | None = None, window_size: int = WINDOW_SIZE) -> None:
+        self.experts = placement.num_layers, placement.num_experts
+        self.windows = LoadWindows(*self.experts, window_size, keep=1 if path is None else KEEP)
+        self.placement = placement
         self.file = None if path is None else LoadFile(path, self.windows)
 
     def balance(self) -> ExpertBalance:

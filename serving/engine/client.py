@@ -26,7 +26,8 @@ from pathlib import Path
 import msgspec
 
 from model_runner import FinishReason, RequestError, fresh_seed
-from serving.balance import ExpertBalance, LoadBook
+from moe import ExpertPlacement
+from serving.balance import Balancer, ExpertBalance, LoadBook
 from serving.engine.blame import Blame
 from serving.engine.launch import EngineMain, require_descriptors
 from serving.engine.options import EngineOptions
@@ -77,10 +78,12 @@ class EngineClient:
         resumed: requests that went on after a restart, each time counted.
         poisonous: requests that were ended because they killed an engine while they ran alone.
         loads: load of the experts; None for a dense model, and before the engines are ready.
+        balancer: decides when experts move; None where they stay.
     """
 
     info: EngineInfo
     loads: LoadBook | None = None
+    balancer: Balancer | None = None
 
     def __init__(self, options: EngineOptions, engine_main: EngineMain = run_engine) -> None:
         self.options = options
@@ -123,6 +126,8 @@ class EngineClient:
     async def _end(self, timeout_s: float) -> None:
         self._closing = True
         self._fail_all(partial(EngineDead, "the engines were closed."))
+        if self.balancer is not None:
+            self.balancer.close()
         await self._runs.close(timeout_s)
         if self._load_file is not None and self.loads is not None and self.loads.file is not None:
             self.loads.file.end()
@@ -320,7 +325,7 @@ class EngineClient:
     def heard(self, message: wire.FromEngine) -> None:
         """See `runs.Owner`."""
         match message:
-            case wire.Outputs() | wire.Loads() | wire.Refused() if not self._runs.serves:
+            case wire.Outputs() | wire.Loads() | wire.Moved() | wire.Refused() if not self._runs.serves:
                 pass  # of a run that has failed: what it says is generated again
             case wire.Outputs():
                 self._router.deliver(message)
@@ -329,6 +334,11 @@ class EngineClient:
             case wire.Loads(rank, steps):
                 if self.loads is not None:
                     self.loads.add(rank, steps, message.counts(self.loads.experts))
+                if self.balancer is not None:
+                    self.balancer.counted(rank, steps)
+            case wire.Moved(_, number, layers, num_bytes, over, failure):
+                if self.balancer is not None:
+                    self.balancer.moved(number, layers, num_bytes, failure, over=over)
             case wire.Refused(_, request_id, kind, text, param):
                 stream = self._abort(request_id)  # it may run: only its output was too long
                 if stream is not None:
@@ -350,11 +360,24 @@ class EngineClient:
 
     def _open_loads(self) -> None:
         """Begin a book of the experts' load; engines that were started again go on with it."""
-        experts = self._runs.run.ready[0].experts
-        if self.loads is None and experts is not None:
-            self.loads = LoadBook(experts, self.options.expert_ranks, self.options.expert_load_out)
+        first, options = self._runs.run.ready[0], self.options
+        placement = first.placement(options.expert_ranks)
+        if self.loads is None and placement is not None:
+            self.loads = LoadBook(placement, options.expert_load_out, options.eplb_config.window_size)
             if self.loads.file is not None:
                 self._load_file = asyncio.create_task(self.loads.file.keep())
+            if options.enable_eplb:
+                link = None if options.emulated_link is None else options.emulated_link[1] * 1e6
+                how = first.expert_bytes, link, options.nnodes
+                self.balancer = Balancer(options.eplb_config, self.loads, self._move, *how)
+        elif self.balancer is not None:
+            self.balancer.restarted()
+
+    def _move(self, number: int, placement: ExpertPlacement, layers: Sequence[int]) -> None:
+        """Tell all ranks to move experts, and wake them: they move while they have nothing else to do, too."""
+        self._epoch += 1
+        self._send_each(wire.Rearrange.of(number, placement, layers))
+        self._send_each(wire.Wake(self._epoch))
 
     def _make_info(self) -> EngineInfo:
         ready = [self._runs.run.ready[rank] for rank in sorted(self._runs.run.ready)]
@@ -368,6 +391,8 @@ class EngineClient:
     def interrupted(self) -> None:
         """See `runs.Owner`."""
         self._router.hold_all()
+        if self.balancer is not None:
+            self.balancer.interrupted()
         self._profiles.fail(partial(EngineRestarting, "engines have failed, and are started again.", retry_after_s=1.0))
 
     def blamed(self, blame: Blame, error: EngineDead) -> bool:

@@ -52,7 +52,8 @@ class InProcessEngine:
             self.info = EngineInfo(options.scheduler.max_model_len, vocab_size, memory, blocks)
             self._loads = None
             if self._core.loads is not None:
-                self._loads = LoadBook(self._core.loads.experts, options.expert_ranks, options.expert_load_out)
+                window = options.eplb_config.window_size
+                self._loads = LoadBook(self._core.loads.placement, options.expert_load_out, window)
         except BaseException:
             self._runner.close()
             raise

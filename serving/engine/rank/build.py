@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from model_runner import ModelRunner, RunnerSettings, SamplingParams, generate
 from model_runner.weights import KeptStart, describe_files
-from moe import EmulatedLink, ExpertPlacement
-from moe.balance import WINDOW_SIZE, part_steps
+from moe import EmulatedLink
+from moe.balance import part_steps
 from serving.engine.kept import SharedMemory
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
@@ -97,15 +97,14 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
             partial(load_grammar_tokenizer, options.model, runner.config.vocab_size, runner.config.eos_token_ids)
         ),
         loads=_load_reporter(options, runner),
+        mover=runner.mover,
     )
 
 
 def _load_reporter(options: EngineOptions, runner: ModelRunner) -> LoadReporter | None:
-    counted = runner.expert_loads
-    if counted is not None:
-        _, num_layers, num_experts = counted.counts.shape
-        placement = ExpertPlacement.default(num_layers, num_experts, options.expert_ranks)
-        return LoadReporter(runner.copy_expert_loads, placement, part_steps(WINDOW_SIZE))
+    if runner.expert_loads is not None and runner.placement is not None:
+        every = part_steps(options.eplb_config.window_size)
+        return LoadReporter(runner.copy_expert_loads, runner.placement, every)
     if options.expert_load_out is not None:
         raise ConfigError("expert_load_out: the load of this kind of model is not counted. Remove it.")
     return None

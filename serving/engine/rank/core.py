@@ -30,6 +30,7 @@ from operator import attrgetter
 from typing import Protocol, TypeAlias
 
 from model_runner import RequestError, Step, StepOutput, TokenGrammar
+from model_runner.balance import Mover
 from serving.engine.rank.loads import LoadReporter
 from serving.engine.rank.tracing import StepTracer
 from serving.engine.step_record import StepRecord
@@ -112,9 +113,10 @@ class EngineCore:
         decided: returns the decisions of `--enable-dbo`: kind of step -> text.
         grammars: makes the grammars of requests; None refuses these requests.
         loads: tells the load of the experts; None for a dense model.
+        mover: moves experts between the ranks (`ModelRunner.mover`); None if they stay.
 
     Attributes:
-        loads: as given.
+        loads, mover: as given.
         idle: whether the last step had no token on any rank; the same on all ranks. A request may have arrived since.
         record: where the requests of the steps that run are kept, if the rank may be started again.
     """
@@ -129,6 +131,7 @@ class EngineCore:
         decided: Callable[[], Mapping[str, str]] = dict,
         grammars: Grammars | None = None,
         loads: LoadReporter | None = None,
+        mover: Mover | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -137,6 +140,7 @@ class EngineCore:
         self._decided = decided
         self._grammars = grammars
         self.loads = loads
+        self.mover = mover
         self._held: dict[str, HeldRequest] = {}
         self._in_flight: tuple[LaunchedStep, Trace | None] | None = None
         self._steps: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """The messages between the API process and the engines: tagged msgspec structs, in MessagePack.
 
-    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown
-    from an engine    Ready, Alive, Outputs, Loads, Refused, Failed, ProfileWritten; Finished at the end of a job
+    to an engine      Add, Abort, Wake, Rearrange, StartProfile, StopProfile, Shutdown
+    from an engine    Ready, Alive, Outputs, Loads, Moved, Refused, Failed, ProfileWritten; Finished at the end of a job
     from a node       NodeAlive, NodeFound, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, CheckpointFileMissing, RequestError, TokenIds
+from moe import ExpertPlacement
 from moe.balance import Ints
 from serving.engine.restarts import RestartReason
 from serving.engine.step_record import InStep
@@ -58,6 +59,31 @@ class Wake(_Message, frozen=True):
     """Another rank got request number `epoch`: run steps together with it."""
 
     epoch: int
+
+
+class Rearrange(_Message, frozen=True):
+    """Move experts to another placement (`model_runner.balance`); all ranks get it, and a `Wake` behind it.
+
+    Attributes:
+        number: of the order, above those of earlier ones.
+        layers: the MoE layers that change, in the order in which they do.
+        slots: `[layers, R * S]` int64: the experts in their slots.
+    """
+
+    number: int
+    layers: Sequence[int]
+    slots: bytes
+
+    @classmethod
+    def of(cls, number: int, placement: ExpertPlacement, layers: Sequence[int]) -> Rearrange:
+        """The order to move these layers to a placement."""
+        return cls(number, list(layers), placement.experts[list(layers)].tobytes())
+
+    def placement(self, in_force: ExpertPlacement) -> ExpertPlacement:
+        """The placement to move to, from the one in force."""
+        experts = in_force.experts.copy()
+        experts[list(self.layers)] = np.frombuffer(self.slots, dtype=np.int64).reshape(len(self.layers), -1)
+        return ExpertPlacement(experts, in_force.num_experts, in_force.num_ranks)
 
 
 class StartProfile(_Message, frozen=True):
@@ -99,6 +125,9 @@ class Ready(_Message, frozen=True):
         memory: memory held by the rank's KV cache and attention back ends, as text.
         num_kv_blocks: blocks of its KV cache.
         experts: MoE layers, and experts of each; None for a dense model.
+        slots: `[L, R * S]` int64: the experts in the slots of all ranks, from rank 0; empty from others, and for a
+            dense model.
+        expert_bytes: of one expert in one layer, if experts can move; else 0.
     """
 
     rank: int
@@ -107,6 +136,19 @@ class Ready(_Message, frozen=True):
     memory: str
     num_kv_blocks: int = 0
     experts: tuple[int, int] | None = None
+    slots: bytes = b""
+    expert_bytes: int = 0
+
+    def placement(self, num_ranks: int) -> ExpertPlacement | None:
+        """Where experts are; None where it is not said.
+
+        Args:
+            num_ranks: ranks that share them.
+        """
+        if self.experts is None or not self.slots:
+            return None
+        num_layers, num_experts = self.experts
+        return ExpertPlacement(np.frombuffer(self.slots, np.int64).reshape(num_layers, -1), num_experts, num_ranks)
 
 
 class Alive(_Message, frozen=True):
@@ -164,6 +206,17 @@ class Loads(_Message, frozen=True):
             if told:
                 kind[:] = np.frombuffer(told, dtype=np.int64).reshape(experts)
         return counts
+
+
+class Moved(_Message, frozen=True):
+    """From rank 0: all ranks have switched layers of an order, or have ended it (`model_runner.MoveNews`)."""
+
+    rank: int
+    number: int
+    layers: Sequence[int]
+    num_bytes: int
+    over: bool
+    failure: str
 
 
 class Refused(_Message, frozen=True):
@@ -247,9 +300,9 @@ class NodeFound(_Message, frozen=True):
     ranks: Mapping[int, RankFound]
 
 
-ToEngine: TypeAlias = Add | Abort | Admit | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
+ToEngine: TypeAlias = Add | Abort | Admit | Wake | Rearrange | StartProfile | StopProfile | Shutdown | NodeHeard
 FromEngine: TypeAlias = (
-    Ready | Alive | Outputs | Loads | Refused | Failed | Finished | ProfileWritten | NodeAlive | NodeFound
+    Ready | Alive | Outputs | Loads | Moved | Refused | Failed | Finished | ProfileWritten | NodeAlive | NodeFound
 )
 
 

@@ -23,7 +23,7 @@ COUNTS = np.array([[[30, 0]], [[0, 10]]])
 
 
 def test_balance_is_of_the_placement_and_the_kind() -> None:
-    book = LoadBook((1, 2), 2)
+    book = LoadBook(ExpertPlacement.default(1, 2, 2))
     assert book.balance().balancedness().tolist() == [1.0]
     book.add(0, 1, COUNTS)
     balance = book.balance()
@@ -33,13 +33,13 @@ def test_balance_is_of_the_placement_and_the_kind() -> None:
     assert balance.tokens(LoadKind.PREFILL).tolist() == [[30, 0]]
     book.placement = ExpertPlacement(np.array([[0, 1, 0, 1]]), 2, 2)
     assert book.balance().balancedness().tolist() == [1.0]
-    assert LoadBook((1, 2), 1).balance().rank_tokens().shape == (1, 1)
+    assert LoadBook(ExpertPlacement.default(1, 2, 1)).balance().rank_tokens().shape == (1, 1)
 
 
 def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_file, "EVERY_S", 0.02)
     path = tmp_path / "loads.json"
-    book = LoadBook((1, 2), 2, path)
+    book = LoadBook(ExpertPlacement.default(1, 2, 2), path)
     assert book.file is not None
     file = book.file
 
@@ -65,7 +65,7 @@ def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeyp
 
 def test_an_engine_without_a_loop_writes_as_it_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "loads.npy"
-    book = LoadBook((1, 2), 2, path)
+    book = LoadBook(ExpertPlacement.default(1, 2, 2), path)
     assert book.file is not None
     book.add(0, 1, COUNTS)
     book.file.tick()
@@ -78,7 +78,7 @@ def test_an_engine_without_a_loop_writes_as_it_steps(tmp_path: Path, monkeypatch
 def test_a_file_that_cannot_be_written_is_told_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    book = LoadBook((1, 2), 2, tmp_path / "gone" / "loads.npy")
+    book = LoadBook(ExpertPlacement.default(1, 2, 2), tmp_path / "gone" / "loads.npy")
     assert book.file is not None
     book.add(0, 1, COUNTS)
     with caplog.at_level(logging.ERROR):
