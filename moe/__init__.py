@@ -11,6 +11,7 @@
     gpu_linear        a linear layer with weights in fp8
     grouped_linear    linear layers of all experts in one call, in C
     placement         which experts a rank holds
+    balance/          load of the experts, and better placements (numpy only)
     segments          sums and offsets of consecutive rows
     expert_parallel   replaces the MoE blocks of a Hugging Face model
     transformers_parallel   carries the tokens of a model that transformers itself shards

@@ -14,6 +14,7 @@ job_store   messages between ranks in the rendezvous store
 """
 
 from ubatch.process.cores import num_cores
+from ubatch.process.files import write_whole
 from ubatch.process.heartbeat import Heart, beat, stop_hearts
 from ubatch.process.yaml_file import read_yaml
 
@@ -23,4 +24,5 @@ __all__ = [
     "num_cores",
     "read_yaml",
     "stop_hearts",
+    "write_whole",
 ]

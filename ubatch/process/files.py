@@ -8,10 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str, *, new: bool = False) -> None:
+def write_whole(path: Path, content: str | bytes, *, new: bool = False) -> None:
     """Write a file atomically: on an error, such as a full disk, the old file is kept and no partial file is left.
 
     Args:
+        content: text, which is written as UTF-8, or bytes.
         new: replace no file.
 
     Raises:
@@ -20,8 +21,8 @@ def write_whole(path: Path, text: str, *, new: bool = False) -> None:
     # Others may write the same file: threads, or machines with a shared folder, where a process may have this one's id.
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
-        with part.open("x", encoding="utf-8") as file:  # follows no link
-            file.write(text)
+        with part.open("xb") as file:  # follows no link
+            file.write(content.encode() if isinstance(content, str) else content)
         if new:
             os.link(part, path)
             part.unlink()
