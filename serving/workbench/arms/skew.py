@@ -1,0 +1,28 @@
+"""Loads of experts that are skewed, and what their skew costs: the busiest rank's load over the mean."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe.placement import ExpertPlacement, Floats
+
+
+def zipf_loads(layers: int, experts: int, exponent: float, seed: int = 0) -> Floats:
+    """`[L, E]`: each expert's share of its layer's tokens: the n-th most popular one's is proportional to
+    `n ** -exponent`. Which experts are popular is random, and differs by layer."""
+    shares = np.arange(1, experts + 1) ** -exponent
+    random = np.random.default_rng(seed)
+    return np.stack([random.permutation(shares / shares.sum()) for _ in range(layers)])
+
+
+def layer_skews(placement: ExpertPlacement, loads: Floats) -> tuple[float, ...]:
+    """For every MoE layer, the busiest rank's load over the mean.
+
+    Args:
+        placement: of the experts.
+        loads: `[L, E]`, or `[steps, L, E]`; each step waits for the rank that is the busiest in it, so this is the mean
+            over the steps, weighted by their tokens. A layer without tokens is balanced.
+    """
+    ranks = placement.rank_loads(loads).reshape(-1, placement.num_layers, placement.num_ranks)
+    mean, busiest = ranks.mean(axis=2).sum(axis=0), ranks.max(axis=2).sum(axis=0)
+    return tuple(np.divide(busiest, mean, out=np.ones_like(mean), where=mean > 0).tolist())
