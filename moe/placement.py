@@ -10,10 +10,13 @@ many slots as experts, each in its own.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +24,16 @@ import torch
 from torch import Tensor
 
 from ubatch import ConfigError
+from ubatch.errors import cut, named_values, shown
+from ubatch.process import read_yaml
 
 IDLE = -1
 """What a slot without an expert holds."""
 MOST_ROWS = 64
 """The most rows of a dispatch table."""
+_KEYS = ("num_experts", "ranks", "layers")
+_MOST_IN_FILE = 2**18
+"""The most values in a placement's file."""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -97,6 +105,8 @@ class ExpertPlacement:
                 f"a placement is [layers, slots] with equally many slots for each of {self.num_ranks} ranks, not "
                 f"{list(experts.shape)}."
             )
+        if self.num_experts > experts.shape[1]:
+            raise ConfigError(f"{self.num_experts} experts do not fit into {experts.shape[1]} slots.")
         if experts.min() < IDLE or experts.max() >= self.num_experts:
             raise ConfigError(
                 f"a placement holds expert {experts.min() if experts.min() < IDLE else experts.max()}, but the "
@@ -133,6 +143,47 @@ class ExpertPlacement:
             one[rank, :size] = in_order[start : start + size]
             start += size
         return cls(np.tile(one.reshape(1, -1), (num_layers, 1)), num_experts, num_ranks)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ExpertPlacement:
+        """Read a placement from a file that `save` wrote: JSON if its name ends in `.json`, else YAML.
+
+            num_experts: 3
+            ranks: 2
+            layers:                # the expert in every slot, rank after rank; -1 is an idle slot
+            - [0, 1, 2, -1]
+            - [2, 1, 0, 1]
+
+        Raises:
+            ConfigError: the file cannot be read, or does not hold a placement.
+        """
+        path = Path(path)
+        values = _read_json(path) if path.suffix == ".json" else read_yaml(path, _MOST_IN_FILE)
+        try:
+            named = named_values(values, _KEYS)
+            missing = [name for name in _KEYS if name not in named]
+            if missing:
+                raise ConfigError(f"{missing[0]} is missing. A placement has {', '.join(_KEYS)}.")
+            num_experts, ranks, layers = (named[name] for name in _KEYS)
+            for name, value in (("num_experts", num_experts), ("ranks", ranks)):
+                if type(value) is not int or value < 1:
+                    raise ConfigError(f"{name} must be a positive integer, not {shown(value)}.")
+            return cls(_rows(layers), num_experts, ranks)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the placement to a file for `load`: JSON if its name ends in `.json`, else YAML.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        rows = ",\n".join(f"  {row.tolist()}" for row in self.experts)
+        text = f'{{"num_experts": {self.num_experts}, "ranks": {self.num_ranks}, "layers": [\n{rows}\n]}}\n'
+        if Path(path).suffix != ".json":
+            rows = "\n".join(f"- {row.tolist()}" for row in self.experts)
+            text = f"num_experts: {self.num_experts}\nranks: {self.num_ranks}\nlayers:\n{rows}\n"
+        Path(path).write_text(text, encoding="utf-8")
 
     @property
     def num_layers(self) -> int:
@@ -229,3 +280,30 @@ def _count(experts: Ints, num_experts: int) -> Ints:
     keys = (experts + 1 + np.arange(layers)[:, None] * (num_experts + 1)).ravel()
     counts = np.bincount(keys, minlength=layers * (num_experts + 1)).reshape(layers, num_experts + 1)
     return counts[:, 1:].astype(np.int64)
+
+
+def _read_json(path: Path) -> Mapping[Any, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {cut(str(path), 300)}: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {cut(str(error))}.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one JSON object, not {type(values).__name__}.")
+    return values
+
+
+def _rows(layers: Any) -> Ints:
+    """A file's `layers`, checked."""
+    if not isinstance(layers, list) or not layers:
+        raise ConfigError(f"layers must be a list with a list for every MoE layer, not {shown(layers)}.")
+    for index, row in enumerate(layers):
+        if not isinstance(row, list) or any(type(value) is not int for value in row):
+            raise ConfigError(f"layer {index} must be a list of integers, an expert for every slot, not {shown(row)}.")
+        if len(row) != len(layers[0]):
+            raise ConfigError(f"layer {index} has {len(row)} slots, but layer 0 has {len(layers[0])}.")
+    try:
+        return np.array(layers, dtype=np.int64)
+    except OverflowError:
+        raise ConfigError("layers has an integer that is too large for an expert.") from None

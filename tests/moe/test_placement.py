@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe.placement import IDLE, ExpertPlacement
@@ -77,3 +79,44 @@ def test_balancedness_is_mean_by_max_and_perfect_without_tokens() -> None:
 def test_what_is_no_placement_is_refused(experts: list[list[int]], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ExpertPlacement(np.array(experts), 4, 2)
+
+
+@given(placements(), st.sampled_from(["p.yaml", "p.json"]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_saved_placement_is_loaded_as_it_was(tmp_path: Path, placement: ExpertPlacement, name: str) -> None:
+    placement.save(tmp_path / name)
+    assert ExpertPlacement.load(str(tmp_path / name)) == placement
+
+
+def test_large_placements_fit_a_file(tmp_path: Path) -> None:
+    placement = ExpertPlacement.default(58, 256, 32, redundant=32)
+    placement.save(tmp_path / "p.yaml")
+    assert ExpertPlacement.load(tmp_path / "p.yaml") == placement
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("p.yaml", None, "No such file"),
+        ("p.json", None, "No such file"),
+        ("p.json", "{", "not valid JSON"),
+        ("p.json", "[1]", "one JSON object, not list"),
+        ("p.yaml", "- 1", "one mapping"),
+        ("p.yaml", "", "num_experts is missing"),
+        ("p.yaml", "num-expert: 2", "num_experts"),
+        ("p.yaml", "num_experts: 2.0\nranks: 1\nlayers: [[0, 1]]", "num_experts must be a positive integer"),
+        ("p.yaml", "num_experts: 2\nranks: true\nlayers: [[0, 1]]", "ranks must be a positive integer"),
+        ("p.yaml", "num_experts: 2\nranks: 1\nlayers: 3", "layers must be a list"),
+        ("p.yaml", "num_experts: 2\nranks: 1\nlayers: [[0, 1], 1]", "layer 1 must be a list of integers"),
+        ("p.yaml", "num_experts: 2\nranks: 1\nlayers: [[0, yes]]", "layer 0 must be a list of integers"),
+        ("p.yaml", "num_experts: 2\nranks: 1\nlayers: [[0, 1], [0]]", "layer 1 has 1 slots, but layer 0 has 2"),
+        ("p.json", '{"num_experts": 2, "ranks": 1, "layers": [[0, 9999999999999999999]]}', "too large"),
+        ("p.yaml", "num_experts: 99999999999\nranks: 1\nlayers: [[0, 1]]", "do not fit into 2 slots"),
+        ("p.yaml", "num_experts: 2\nranks: 1\nlayers: [[0, 0]]", "p.yaml: expert 1 of MoE layer 0 is in no slot"),
+    ],
+)
+def test_a_file_without_a_placement_is_refused(name: str, text: str | None, says: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        ExpertPlacement.load(tmp_path / name)

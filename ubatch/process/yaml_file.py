@@ -12,12 +12,14 @@ from ubatch.errors import ConfigError, cut, shown
 
 _MOST_BYTES = 2**20
 _MOST_VALUES = 10_000
-"""Most values of a file, those that an alias repeats included."""
 _MOST_DIGITS = 1000
 
 
-def read_yaml(path: Path) -> Mapping[Any, Any]:
+def read_yaml(path: Path, most_values: int = _MOST_VALUES) -> Mapping[Any, Any]:
     """The mapping in a YAML file; an empty one if the file is empty.
+
+    Args:
+        most_values: most values of the file, those that an alias repeats included.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, has a key twice, is too large, or is no mapping.
@@ -25,7 +27,7 @@ def read_yaml(path: Path) -> Mapping[Any, Any]:
     import yaml
 
     try:
-        values = yaml.load(_read(path), _loader())
+        values = _loader()(_read(path), most_values).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -61,9 +63,9 @@ def _loader() -> type[Any]:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """A YAML loader with bounds that refuses a key given twice; plain YAML would silently take the last."""
 
-        def __init__(self, stream: str) -> None:
+        def __init__(self, stream: str, most_values: int) -> None:
             super().__init__(stream)
-            self._count = 0
+            self._count, self._most = 0, most_values
             self._sizes: dict[int, int] = {}  # node -> its values, once it is complete
 
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -72,8 +74,8 @@ def _loader() -> type[Any]:
             node = super().compose_node(parent, index)
             self._count += self._sizes.get(id(node), 1) if alias else 1  # without a size it contains the alias itself
             self._sizes.setdefault(id(node), self._count - before)
-            if self._count > _MOST_VALUES:
-                why = f"the file has more than {_MOST_VALUES} values, those that aliases repeat included"
+            if self._count > self._most:
+                why = f"the file has more than {self._most} values, those that aliases repeat included"
                 raise yaml.MarkedYAMLError(problem=why, problem_mark=place)
             return node
 
