@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import yaml
 from hub_cache import add_to_cache
@@ -20,6 +21,8 @@ from repository import TINY_MOE
 from settings_effects import EFFECTS, as_text
 from settings_table import CASES, HEAD, Case
 
+from moe.balance import write_loads
+from moe.placement import ExpertPlacement
 from serving import generate
 from serving.cli import main
 from serving.options import GENERATE, SERVE, TRACE, TUNE, Table, merge, read_layers, resolve, resolve_keywords
@@ -296,6 +299,8 @@ SIMULATE: dict[str, tuple[list[str], list[str]]] = {
     "tokens_per_sequence": (["--tokens-per-sequence", "4"], ["--mode", "verify"]),
     "redundant_experts": (["--redundant-experts", "32"], []),
     "skew": (["--skew", "1.5"], []),
+    "expert_loads": (["--expert-loads", "loads.npy"], []),
+    "expert_placement": (["--expert-placement", "placement.json"], ["--expert-loads", "loads.npy"]),
     "max_lanes": (["--max-lanes", "1"], []),
     "max_chunks": (["--max-chunks", "1"], ["--max-lanes", "1", "--mode", "prefill"]),
     "gates": (["--gates"], []),
@@ -304,8 +309,13 @@ SIMULATE: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(set(SimulateOptions.model_fields) - {"measured", "live"}))
-def test_every_flag_of_simulate_changes_what_is_planned(name: str) -> None:
+def test_every_flag_of_simulate_changes_what_is_planned(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words, beside = SIMULATE[name]
+    monkeypatch.chdir(tmp_path)
+    write_loads("loads.npy", np.tile(np.arange(256.0), (58, 1))[None])
+    ExpertPlacement(np.tile(np.random.default_rng(0).permutation(256), (58, 1)), 256, 32).save("placement.json")
     seen = []
     for given in (beside, [*beside, *words]):
         calls = mock.Mock()

@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from repository import ROOT
 
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
+from moe.balance import write_loads
+from moe.placement import ExpertPlacement
 from serving.cli import main
 from serving.workbench.arms.programs import write_steps
 from serving.workbench.bench.runtime.overlap import Options as Bench
@@ -20,6 +23,7 @@ from serving.workbench.planning import simulate
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.gates import Gate, crossover, published_gates
+from serving.workbench.planning.loads import skews_of_files
 from serving.workbench.planning.measured import gates_of_results, live_gates, over_link
 from serving.workbench.planning.plan import make_plan, predict_step
 from serving.workbench.planning.shapes import Mode, Workload, read_model
@@ -220,6 +224,39 @@ def test_the_command_says_prediction(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert written["prediction"] is True
     assert written["best"]["schedule"]["lanes"] == 2
     assert written["speedup"] == pytest.approx(written["serial"]["seconds"] / written["best"]["seconds"])
+
+
+def test_loads_from_a_file_say_how_long_every_layer_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the layers have one rank with twice the mean: the step takes the mean of a balanced and of such a step."""
+    loads = np.ones((2, 58, 256))
+    loads[:, :29, :8] = 62 / 30  # of 32 ranks, the first: 2 of the mean
+    write_loads(tmp_path / "loads.npy", loads)
+    words = ["simulate", "--mode", "prefill", "--max-lanes", "1", "--max-chunks", "1"]
+
+    def serial_s(*more: str) -> float:
+        assert main([*words, *more, "--json", str(tmp_path / "plan.json")]) == 0
+        return float(json.loads((tmp_path / "plan.json").read_text())["serial"]["seconds"])
+
+    of_file = serial_s("--expert-loads", str(tmp_path / "loads.npy"))
+    assert "busiest rank 1.00x to 2.00x the mean, by layer" in capsys.readouterr().out
+    assert of_file == pytest.approx((serial_s() + serial_s("--skew", "2")) / 2, rel=1e-3)
+    turned = np.roll(np.arange(256).reshape(32, 8), 1, axis=1).ravel()  # each rank holds what it held before
+    spread = np.arange(256).reshape(8, 32).T.ravel()  # and here the first eight are on eight ranks
+    for experts, expected in ((turned, of_file), (spread, serial_s("--skew", str(1 + 12 / 124 / 2)))):
+        ExpertPlacement(np.tile(experts, (58, 1)), 256, 32).save(tmp_path / "placement.yaml")
+        files = ("--expert-loads", str(tmp_path / "loads.npy"), "--expert-placement", str(tmp_path / "placement.yaml"))
+        assert serial_s(*files) == pytest.approx(expected, rel=1e-3)
+
+
+def test_loads_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = read_model("deepseek-v3")
+    write_loads(tmp_path / "loads.npy", np.ones((58, 128)))
+    with pytest.raises(ConfigError, match="has 58 MoE layers of 128 experts, but deepseek-v3 has 58 of 256"):
+        skews_of_files(model, 32, 0, tmp_path / "loads.npy", None)
+    write_loads(tmp_path / "loads.npy", np.ones((58, 256)))
+    ExpertPlacement.default(58, 256, 16).save(tmp_path / "placement.json")
+    with pytest.raises(ConfigError, match="58 MoE layers on 16 ranks, but the step has 256 of 58 on 32"):
+        skews_of_files(model, 32, 0, tmp_path / "loads.npy", tmp_path / "placement.json")
 
 
 def test_figures_beyond_the_tables_are_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
