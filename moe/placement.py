@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ubatch import ConfigError
 from ubatch.errors import cut, named_values, shown
-from ubatch.process import read_yaml
+from ubatch.process import read_yaml, write_whole
 
 IDLE = -1
 """What a slot without an expert holds."""
@@ -183,7 +183,7 @@ class ExpertPlacement:
         if Path(path).suffix != ".json":
             rows = "\n".join(f"- {row.tolist()}" for row in self.experts)
             text = f"num_experts: {self.num_experts}\nranks: {self.num_ranks}\nlayers:\n{rows}\n"
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(Path(path), text)
 
     @property
     def num_layers(self) -> int:

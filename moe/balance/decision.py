@@ -1,0 +1,158 @@
+"""Whether a new placement pays for its move, and when to look before it is time. Pure functions of loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from moe.balance.movement import arrivals
+from moe.balance.planner import check_loads, plan_placement
+from moe.placement import ExpertPlacement, Floats, Ints
+from ubatch import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveCosts:
+    """What a move is weighed by.
+
+    Attributes:
+        expert_bytes: weights of one expert of one layer, bytes.
+        step_s: a step, seconds.
+        expert_share: share of a step in which the busiest rank computes experts.
+        link_bytes_per_s: rate at which a rank receives weights. What steps need of the link is not to be counted in.
+        horizon_steps: steps in which a move has to pay for itself, such as the steps until the next plan.
+    """
+
+    expert_bytes: int
+    step_s: float
+    expert_share: float = 0.5
+    link_bytes_per_s: float = 10e9
+    horizon_steps: int = 3000
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be a positive number, not {value}.")
+        if self.expert_share > 1:
+            raise ConfigError(f"expert_share must be at most 1, not {self.expert_share}.")
+
+
+class Verdict(StrEnum):
+    """What a decision says, and why."""
+
+    MOVE = "move"
+    NO_TOKENS = "no tokens"
+    BALANCED = "balanced"
+    """no better placement was found"""
+    DOES_NOT_PAY = "does not pay"
+    """what is gained within the horizon is less than the move takes"""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where to move, or to stay.
+
+    Attributes:
+        verdict: whether to move, and why not.
+        placement: the one to move to; the one in force if `verdict` is not MOVE.
+        layers: the MoE layers that change, those that gain most per byte first.
+        before: `[L]`: balancedness of the placement in force.
+        after: `[L]`: balancedness of `placement`, as expected. Both of loads that it was not planned for, if there was
+            more than one window.
+        moved_experts: experts that travel to another rank, over all layers.
+        saved_s: expected to be saved per step, seconds.
+        move_s: the move at the link's full rate, seconds.
+    """
+
+    verdict: Verdict
+    placement: ExpertPlacement
+    layers: tuple[int, ...]
+    before: Floats
+    after: Floats
+    moved_experts: int
+    saved_s: float
+    move_s: float
+
+
+def decide(
+    windows: npt.NDArray[np.generic], in_force: ExpertPlacement, costs: MoveCosts, *, nodes: int = 1, groups: int = 1
+) -> Decision:
+    """Plan for the loads of the last windows; move the layers in which that pays for the move within the horizon.
+
+    With two windows or more, what is gained is taken from the later half, with a placement that was planned for the
+    earlier half: what only fits the noise of the past gains nothing. The placement to move to is planned for all.
+
+    Args:
+        windows: `[W, L, E]`: tokens per window, MoE layer and expert, in the order of time.
+        in_force: the placement that experts have now.
+        costs: what a move is weighed by.
+        nodes, groups: as in `plan_placement`.
+
+    Raises:
+        ConfigError: as `plan_placement`.
+    """
+    tokens = check_loads(windows, in_force)
+    if tokens.ndim != 3:
+        raise ConfigError(f"windows of loads are [windows, layers, experts], not {list(tokens.shape)}.")
+    earlier, later = tokens[: len(tokens) // 2].sum(axis=0), tokens[len(tokens) // 2 :].sum(axis=0)
+    planned = plan_placement(tokens.sum(axis=0), in_force, nodes=nodes, groups=groups)
+    tried = plan_placement(earlier, in_force, nodes=nodes, groups=groups) if earlier.any() else planned
+    now, then = (each.rank_loads(later).max(axis=1) for each in (in_force, tried))
+    before = in_force.balancedness(later)
+    if not now.any():
+        return Decision(Verdict.NO_TOKENS, in_force, (), before, before, 0, 0.0, 0.0)
+    # The busiest rank of each layer takes its part of the step; another one's load takes its part of that.
+    saved = costs.step_s * costs.expert_share * (now - then) / now.sum()
+    arriving = arrivals(in_force, planned).reshape(in_force.num_layers, in_force.num_ranks, -1).sum(axis=2)
+    takes = arriving.max(axis=1) * costs.expert_bytes / costs.link_bytes_per_s
+    pays = (saved * costs.horizon_steps > takes) & (planned.experts != in_force.experts).any(axis=1)
+    if not pays.any():
+        verdict = Verdict.DOES_NOT_PAY if (saved > 0).any() else Verdict.BALANCED
+        return Decision(verdict, in_force, (), before, before, 0, 0.0, 0.0)
+    chosen = np.flatnonzero(pays)
+    first = chosen[np.argsort(-saved[chosen] / np.maximum(takes[chosen], 1e-12), kind="stable")]
+    return Decision(
+        verdict=Verdict.MOVE,
+        placement=with_layers(in_force, planned, chosen),
+        layers=tuple(first.tolist()),
+        before=before,
+        after=np.where(pays, tried.balancedness(later), before),
+        moved_experts=int(arriving[chosen].sum()),
+        saved_s=float(saved[chosen].sum()),
+        move_s=float(takes[chosen].sum()),
+    )
+
+
+def with_layers(placement: ExpertPlacement, other: ExpertPlacement, layers: Ints) -> ExpertPlacement:
+    """`placement`, with `layers` as in `other`."""
+    experts = placement.experts.copy()
+    experts[layers] = other.experts[layers]
+    return ExpertPlacement(experts, placement.num_experts, placement.num_ranks)
+
+
+def has_fallen(
+    window: npt.NDArray[np.generic], in_force: ExpertPlacement, expected: Floats, *, fall: float = 0.1
+) -> bool:
+    """Whether a window is so much less balanced than expected that it is worth planning before it is time.
+
+    Few tokens fall unevenly by chance. What chance explains is not counted: with m tokens per rank on average, the
+    busiest of R ranks has about `sqrt(2 m ln R)` more.
+
+    Args:
+        window: `[L, E]`: tokens of the last window.
+        in_force: the placement that they were computed with.
+        expected: `[L]`: balancedness that `decide` expected (`Decision.after`), or that was measured when the placement
+            was new.
+        fall: how much less counts, as a share of what was expected, on average over layers.
+    """
+    tokens = check_loads(window, in_force)
+    mean = in_force.rank_loads(tokens).mean(axis=1)
+    some = mean > 0
+    if not some.any():
+        return False
+    by_chance = 1.0 / (1.0 + np.sqrt(2.0 * np.log(in_force.num_ranks) / mean[some]))
+    reached = in_force.balancedness(tokens)[some]
+    return bool(reached.mean() < (1.0 - fall) * (expected[some] * by_chance).mean())

@@ -1,0 +1,135 @@
+"""Planned placements: valid always, as good as the published algorithm's or better, and quick."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from published_eplb import published_placement
+
+from moe.balance import is_hierarchical, plan_placement
+from moe.placement import IDLE, ExpertPlacement, Floats
+from ubatch import ConfigError
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Floats, ExpertPlacement, int, int]:
+    """Loads, a placement in force, nodes and groups; with idle slots and without."""
+    nodes, groups = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    ranks, experts = nodes * draw(st.integers(1, 3)), groups * draw(st.integers(1, 5))
+    layers, redundant = draw(st.integers(1, 3)), draw(st.integers(0, 8))
+    loads = draw(st.lists(st.sampled_from([0, 1, 2, 3, 10, 10, 100]), min_size=experts, max_size=experts))
+    chance = np.random.default_rng(draw(st.integers(0, 99)))
+    several = np.array([chance.permutation(loads) for _ in range(layers)], dtype=np.float64)
+    in_force = ExpertPlacement.default(layers, experts, ranks, redundant, fill=draw(st.booleans()))
+    if draw(st.booleans()):  # anything but the default one
+        in_force = plan_placement(chance.random(several.shape), in_force, refined=False)
+    return several, in_force, nodes, groups
+
+
+@given(problems())
+def test_a_plan_is_a_placement_with_as_many_experts_on_every_rank(
+    problem: tuple[Floats, ExpertPlacement, int, int],
+) -> None:
+    loads, in_force, nodes, groups = problem
+    planned = plan_placement(loads, in_force, nodes=nodes, groups=groups)
+    assert (planned.num_experts, planned.num_ranks) == (in_force.num_experts, in_force.num_ranks)
+    assert ((planned.experts == IDLE) == (in_force.experts == IDLE)).all()
+    assert planned == plan_placement(loads, in_force, nodes=nodes, groups=groups)
+    if is_hierarchical(in_force, nodes, groups):
+        assert experts_stay_in_their_group(planned, nodes, groups)
+
+
+def experts_stay_in_their_group(planned: ExpertPlacement, nodes: int, groups: int) -> bool:
+    size = planned.num_experts // groups
+    for layer in planned.experts:
+        of_nodes = [set((node[node != IDLE] // size).tolist()) for node in layer.reshape(nodes, -1)]
+        if sorted(group for node in of_nodes for group in node) != list(range(groups)):
+            return False
+    return True
+
+
+@given(problems())
+def test_no_rank_has_an_expert_twice_if_that_can_be(problem: tuple[Floats, ExpertPlacement, int, int]) -> None:
+    loads, in_force, nodes, groups = problem
+    planned = plan_placement(loads, in_force, nodes=nodes, groups=groups)
+    nodes = nodes if is_hierarchical(in_force, nodes, groups) else 1
+    experts, ranks = planned.num_experts // nodes, planned.num_ranks // nodes
+    by_node = planned.experts.reshape(planned.num_layers, nodes, ranks, -1)
+    for node in by_node.reshape(-1, ranks, planned.slots_per_rank):
+        held = [rank[rank != IDLE] for rank in node]
+        if max(map(len, held)) <= experts and sum(map(len, held)) <= experts * ranks:
+            assert all(len(set(rank.tolist())) == len(rank) for rank in held)
+
+
+@given(problems(), st.integers(0, 99))
+def test_swaps_never_make_the_busiest_rank_busier(problem: tuple[Floats, ExpertPlacement, int, int], seed: int) -> None:
+    _, in_force, nodes, groups = problem
+    loads = np.random.default_rng(seed).random((in_force.num_layers, in_force.num_experts))
+    most = [
+        plan_placement(loads, in_force, nodes=nodes, groups=groups, refined=refined).rank_loads(loads).max(axis=1)
+        for refined in (True, False)
+    ]
+    assert (most[0] <= most[1] + 1e-9).all()
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "groups"), [(8, 1, 1), (8, 2, 4), (16, 4, 8), (9, 3, 4)])
+def test_without_swaps_it_is_the_published_algorithm(ranks: int, nodes: int, groups: int) -> None:
+    """Where that one puts no expert on a rank twice: the same sets of experts."""
+    slots = -(-72 // ranks) * ranks
+    loads = np.random.default_rng(1).lognormal(0.0, 0.3, (60, 64))
+    in_force = ExpertPlacement.default(60, 64, ranks, slots - 64)
+    ours = sets(plan_placement(loads, in_force, nodes=nodes, groups=groups, refined=False))
+    published = sets(published_placement(loads, slots, ranks, nodes, groups))
+    same = [sorted(one) == sorted(other) for one, other in zip(ours, published, strict=True)]
+    twice = [any(len(set(rank)) < len(rank) for rank in layer) for layer in published]
+    assert all(one or other for one, other in zip(same, twice, strict=True))
+    assert sum(same) >= 10
+
+
+def sets(placement: ExpertPlacement) -> list[list[tuple[int, ...]]]:
+    by_rank = np.sort(placement.experts.reshape(placement.num_layers, placement.num_ranks, -1), axis=2)
+    return [[tuple(rank.tolist()) for rank in layer] for layer in by_rank]
+
+
+def test_replicas_go_to_the_experts_with_the_most_tokens() -> None:
+    planned = plan_placement(np.array([[90.0, 10.0, 10.0, 40.0]]), ExpertPlacement.default(1, 4, 4, 4))
+    assert planned.replicas.tolist() == [[4, 1, 1, 2]]
+    assert planned.balancedness(np.array([[90.0, 10.0, 10.0, 40.0]]))[0] == pytest.approx(37.5 / 42.5)
+
+
+def test_slots_of_a_model_without_tokens_are_shared() -> None:
+    planned = plan_placement(np.zeros((1, 4)), ExpertPlacement.default(1, 4, 4, 4))
+    assert planned.replicas.tolist() == [[2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("loads", "nodes", "groups", "says"),
+    [
+        (np.ones((2, 4)), 1, 1, r"\[2, 4\], but the placement has 1 MoE layers of 4 experts"),
+        (np.ones((1, 5)), 1, 1, "of 4 experts"),
+        (-np.ones((1, 4)), 1, 1, "negative"),
+        (np.full((1, 4), np.nan), 1, 1, "not finite"),
+        (np.ones((1, 4)), 3, 1, "4 ranks do not divide by 3 nodes"),
+        (np.ones((1, 4)), 1, 3, "4 experts do not divide by 3 groups"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(loads: Floats, nodes: int, groups: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan_placement(loads, ExpertPlacement.default(1, 4, 4), nodes=nodes, groups=groups)
+
+
+def test_a_plan_of_a_large_model_takes_milliseconds() -> None:
+    """58 layers of 256 experts in 288 slots on 32 ranks, in CPU time of one thread; alone on a machine, a third."""
+    loads = np.random.default_rng(0).lognormal(0.0, 1.0, (58, 256))
+    in_force = ExpertPlacement.default(58, 256, 32, 32)
+    times = []
+    for _ in range(5):
+        start = time.thread_time()
+        planned = plan_placement(loads, in_force)
+        times.append(time.thread_time() - start)
+    assert planned.balancedness(loads).min() > 0.99
+    assert min(times) < 0.15
