@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from moe.placement import ExpertPlacement, Floats
 
 
-def zipf_loads(layers: int, experts: int, exponent: float, seed: int = 0) -> Floats:
+def zipf_loads(layers: int, experts: int, exponent: npt.ArrayLike, seed: int = 0) -> Floats:
     """`[L, E]`: each expert's share of its layer's tokens: the n-th most popular one's is proportional to
-    `n ** -exponent`. Which experts are popular is random, and differs by layer."""
-    shares = np.arange(1, experts + 1) ** -exponent
-    random = np.random.default_rng(seed)
-    return np.stack([random.permutation(shares / shares.sum()) for _ in range(layers)])
+    `n ** -exponent`. Which experts are popular is random, and differs by layer.
+
+    Args:
+        exponent: of all layers, or `[L]`.
+    """
+    exponents = np.broadcast_to(np.asarray(exponent, dtype=np.float64), layers)
+    shares = np.arange(1, experts + 1) ** -exponents[:, None]
+    return np.random.default_rng(seed).permuted(shares / shares.sum(axis=1, keepdims=True), axis=1)
 
 
 def layer_skews(placement: ExpertPlacement, loads: Floats) -> tuple[float, ...]:

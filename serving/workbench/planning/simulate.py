@@ -22,8 +22,9 @@ from serving.hub import find_checkpoint, looks_like_name
 from serving.workbench.bench.options import FileOptions
 from serving.workbench.bench.provenance import provenance_of
 from serving.workbench.bench.statistics import write_json
+from serving.workbench.planning.balancing import balancing_gates
 from serving.workbench.planning.constants import load_constants
-from serving.workbench.planning.gates import Gate, published_gates
+from serving.workbench.planning.gates import NAME_WIDTH, Gate, published_gates
 from serving.workbench.planning.loads import skews_of_files
 from serving.workbench.planning.plan import Plan, make_plan
 from serving.workbench.planning.shapes import Mode, Workload, read_model
@@ -36,7 +37,9 @@ _TOKENS = {Mode.PREFILL: 8192, Mode.DECODE: 128, Mode.VERIFY: 256}
 class Options(FileOptions):
     """What to predict."""
 
-    hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib or gb200-nvl72")] = "h100-ib"
+    hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib, gb200-nvl72 or mi355-xgmi")] = (
+        "h100-ib"
+    )
     model: Annotated[
         str,
         Field(
@@ -103,7 +106,7 @@ def _check(options: Options) -> None:
 
 
 def _compare(options: Options) -> list[Gate]:
-    gates = published_gates() if options.gates else []
+    gates = [*published_gates(), *balancing_gates()] if options.gates else []
     if options.measured or options.live:
         from serving.workbench.bench.runtime.overlap import Options as Bench  # these need torch
         from serving.workbench.planning.measured import gates_of_results, live_gates
@@ -148,7 +151,7 @@ def _plan(options: Options) -> Plan:
 
 
 def print_gates(gates: Sequence[Gate]) -> None:
-    print(f"{'':48} {'predicted':>12} {'observed':>24} {'points off':>10}")
+    print(f"{'':{NAME_WIDTH}} {'predicted':>12} {'observed':>24} {'points off':>10}")
     for gate in gates:
         print(gate)
     missed = sum(not gate.passed for gate in gates)

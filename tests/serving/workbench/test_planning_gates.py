@@ -19,7 +19,8 @@ from serving.cli import main
 from serving.workbench.arms.programs import write_steps
 from serving.workbench.bench.runtime.overlap import Options as Bench
 from serving.workbench.bench.statistics import write_json
-from serving.workbench.planning import simulate
+from serving.workbench.planning import balancing, simulate
+from serving.workbench.planning.balancing import balancing_gates
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.gates import Gate, crossover, published_gates
@@ -76,7 +77,23 @@ def test_a_known_miss_is_printed_as_one(
     lines = capsys.readouterr().out.splitlines()
     (verify,) = [line for line in lines if line.startswith("verify")]
     assert "10.1  MISSED" in verify
-    assert lines[-1] == "1 of 7 gates missed"
+    assert lines[-1] == "1 of 12 gates missed"
+
+
+def test_published_gains_of_balance_are_met() -> None:
+    """Row by row; where the document differs, put these in."""
+    gates = balancing_gates()
+    assert [str(gate) for gate in gates if not gate.passed] == []
+    assert sum("fitted" not in gate.name for gate in gates) == 2
+    text = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| ((?:SGLang|ATOM) .*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    expected = [(g.name, f"{g.predicted:+.1%}", g.observed, f"{g.distance * 100:.1f}%") for g in gates]
+    assert shown == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)
+
+
+def test_gates_of_balance_notice_a_planner_that_does_not_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balancing, "plan_placement", lambda loads, placement: placement)
+    assert sum(gate.failed for gate in balancing_gates()) == 4  # all but that of perfect balance
 
 
 def test_crossover_by_hand() -> None:
