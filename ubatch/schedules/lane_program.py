@@ -162,8 +162,9 @@ def layer_program(
         loads: of this rank, in every layer; balanced if not given.
 
     Raises:
-        ConfigError: there are no times, there are loads of other layers, or the schedule is signalled. Its combine travels while the lane still computes
-            it, which the simulator does not model: the start has not been measured, and on a GPU both share the SMs.
+        ConfigError: there are no times, there are loads of other layers, or the schedule is signalled. Its combine
+            travels while the lane still computes it, which the simulator does not model: the start has not been
+            measured, and on a GPU both share the SMs.
     """
     if schedule.signalled:
         raise ConfigError(

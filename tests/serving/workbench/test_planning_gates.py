@@ -244,7 +244,7 @@ def test_the_command_says_prediction(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_loads_from_a_file_say_how_long_every_layer_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Half of the layers have one rank with twice the mean: the step takes the mean of a balanced and of such a step."""
+    """In half of the layers one rank has twice the mean: the mean of a balanced step and of one with such a rank."""
     loads = np.ones((2, 58, 256))
     loads[:, :29, :8] = 62 / 30  # of 32 ranks, the first: 2 of the mean
     write_loads(tmp_path / "loads.npy", loads)

@@ -210,7 +210,7 @@ def test_a_step_lasts_as_long_as_its_busiest_rank() -> None:
     programs = [[layer_program(times, 3, serial, [load] * 3)] for load in rank_loads(skewed[0])]
     lines = simulate_ranks(programs, serial)
     assert [line.compute_s for line in lines] == pytest.approx([3 * 4.2, *[3 * 2.6] * 3])
-    # The busier direction: the busiest rank receives 1.6 dispatches and 0.8 combines, others send 3.2 / 3 and 0.8 of one.
+    # The busier direction: the busiest rank receives 1.6 dispatches, 0.8 combines; others send 3.2 / 3 and 0.8 of one.
     busy = [1.6 * 0.5 + 0.8 * 0.25, *[3.2 / 3 * 0.5 + 0.8 * 0.25] * 3]
     assert [line.communication_s for line in lines] == pytest.approx([3 * seconds for seconds in busy])
 
