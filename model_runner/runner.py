@@ -34,10 +34,11 @@ from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.fp8 import log_projections
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weights import Checkpoint
-from moe import StepSizes
+from moe import ExpertLoads, StepSizes
 from ubatch import UBatchStatistics
 from ubatch.ranks import taking_long
 from ubatch.schedules import MODE_KEYS
+from ubatch.streams import HostCopy, to_host
 
 _DBO_AUTO = "dbo_auto is gone in the next release: dbo_kinds names the kinds of steps that decide for themselves."
 
@@ -57,6 +58,7 @@ class ModelRunner(StepRunner):
         states: recurrent states of `max_num_seqs` requests; None for a model without linear attention.
         experts_backend: the resolved name; draft networks use it, too.
         graphs: the captured steps; None if all run eagerly.
+        expert_loads: the tokens of every expert so far; None for a dense model. `copy_expert_loads` reads them.
         draft: the loaded draft network; None if there is none.
         proposer: the proposer around the draft network, see `set_observer`; None if there is none.
         tensor_parallel: this rank's place in its replica; None if the rank is a replica by itself.
@@ -66,6 +68,8 @@ class ModelRunner(StepRunner):
         ConfigError: a back end is unknown, the ranks do not divide the experts, `tensor_parallel_size` does not divide
             heads or dense MLPs, or settings contradict each other.
     """
+
+    expert_loads: ExpertLoads | None
 
     def __init__(self, model_path: str | Path, settings: RunnerSettings | None = None, **keywords: Any) -> None:
         own = RunnerSettings(**keywords) if settings is None else replace(settings, **keywords)
@@ -88,6 +92,7 @@ class ModelRunner(StepRunner):
         self.streams = StepStreams(self.device, own.streams, own.group)
         self._beside = []
         self._size_cache(checkpoint)
+        self.clear_expert_loads()
         checkpoint.close()
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -116,7 +121,10 @@ class ModelRunner(StepRunner):
         if num_experts:
             verifies = own.num_speculative_tokens > 0
             check_schedules(self.dbo, self.all2all, self.experts_backend, self.device, verifies=verifies)
-        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts)
+        loads: ExpertLoads | None = None
+        if num_experts and self.config.moe_layers:
+            loads = ExpertLoads(len(self.config.moe_layers), num_experts, self.device)
+        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts, loads)
         checkpoint.projection_block = blocks.projections
         kept = own.kept if self.device.type == "cpu" else None
         given = {"all2all": self.all2all, "tensor_parallel": self.tensor_parallel, "group": own.group, "link": own.link}
@@ -126,10 +134,10 @@ class ModelRunner(StepRunner):
                 self.model = kind.load(self.config, checkpoint, parallel).eval()
                 log_projections(checkpoint)
                 self.draft = None if own.draft is None else load_draft(own.draft.algorithm, own.draft.path, self)
-                loaded = self.model, self.draft
+                loaded = self.model, self.draft, loads
                 if kept is not None:
                     loaded = kept.keep(loaded, given)
-            self.model, self.draft = loaded
+            self.model, self.draft, self.expert_loads = loaded
 
     def _size_cache(self, checkpoint: Checkpoint) -> None:
         """Make the pool of states, then the KV cache, in the room that is given or left."""
@@ -194,6 +202,22 @@ class ModelRunner(StepRunner):
             steps.drop()
         self._beside.clear()
         del self.kv_cache, self.attention, self.graphs, self.proposer
+
+    def clear_expert_loads(self) -> None:
+        """Forget the experts' loads: what ran so far was a warm-up."""
+        if self.expert_loads is not None:
+            with self.streams.forward():
+                self.expert_loads.clear()
+
+    def copy_expert_loads(self) -> HostCopy | None:
+        """Start a copy of `ExpertLoads.counts` after the steps launched so far; None for a dense model.
+
+        `HostCopy.wait` has the copy; once `HostCopy.done`, without waiting.
+        """
+        if self.expert_loads is None:
+            return None
+        with self.streams.forward():
+            return to_host(self.expert_loads.snapshot())
 
     def statistics(self) -> UBatchStatistics:
         """How often steps overlapped, and why not when they did not."""

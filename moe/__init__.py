@@ -10,7 +10,8 @@
     cpu_linear        a linear layer on the faster of two CPU libraries
     gpu_linear        a linear layer with weights in fp8
     grouped_linear    linear layers of all experts in one call, in C
-    placement         which experts a rank holds
+    placement         which experts a rank holds, in which slots
+    expert_map        from experts to slots, and the load of every expert
     balance/          load of the experts, and better placements (numpy only)
     segments          sums and offsets of consecutive rows
     expert_parallel   replaces the MoE blocks of a Hugging Face model
@@ -36,6 +37,7 @@ from moe.all2all.registry import (
 )
 from moe.all2all.traits import All2AllTraits
 from moe.cpu_linear import PackedLinear, linear, packing_pays
+from moe.expert_map import ExpertLoads, ExpertMap
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, FusedExperts, SignallingExperts
 from moe.experts.fastest import ExpertsNeeds, ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
@@ -52,7 +54,7 @@ from moe.experts.torch_experts import ClampedSwiGLU
 from moe.gpu_linear import fp8_linear, fp8_linear_block
 from moe.grouped_linear import NativeLinear
 from moe.modular_kernel import FusedMoEModularKernel
-from moe.placement import local_experts
+from moe.placement import ExpertPlacement, local_experts
 from moe.router import (
     NO_EXPERT,
     GroupLimitedRouter,
@@ -76,7 +78,10 @@ __all__ = [
     "ClampedSwiGLU",
     "Dispatched",
     "EmulatedLink",
+    "ExpertLoads",
+    "ExpertMap",
     "ExpertParallelMoE",
+    "ExpertPlacement",
     "Experts",
     "ExpertsNeeds",
     "ExpertsShape",

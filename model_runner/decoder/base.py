@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.tokenizer_end import tokenizer_end_tokens
 from model_runner.weights.weights import Checkpoint
-from moe import All2All
+from moe import All2All, ExpertLoads
 from ubatch import ConfigError, get_forward_context
 
 
@@ -74,6 +74,11 @@ class ModelConfig:
         return None
 
     @property
+    def moe_layers(self) -> Sequence[int]:
+        """Numbers of the layers with routed experts. A family that does not say has no counted loads."""
+        return ()
+
+    @property
     def biased_experts(self) -> bool:
         """Whether the routed experts have biases, or another activation than SwiGLU."""
         return False
@@ -127,12 +132,14 @@ class ExpertParallel:
         experts: name of the experts' back end; with `native`, the layers' other weights are packed, too.
         tensor: the ranks that share attention and dense MLPs; None if this rank has them whole.
         fp8_block: experts stored in fp8 with a scale per such block stay so; None if all weights are dequantised.
+        loads: counts the tokens of every expert; None for a network whose load nobody wants.
     """
 
     all2all: All2All[Any]
     experts: str = "grouped"
     tensor: TensorParallel | None = None
     fp8_block: tuple[int, int] | None = None
+    loads: ExpertLoads | None = None
 
     @property
     def shard(self) -> Shard:

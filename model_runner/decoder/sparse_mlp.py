@@ -57,7 +57,8 @@ class SparseMLP(nn.Module):
             given = weights if moe.clamped is None else _untransposed(weights, moe.clamped)
             experts = make_experts(parallel.experts, first_expert=first, num_experts=num_experts, **given)
             weights.clear()
-            self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
+            load = None if parallel.loads is None else parallel.loads.of_layer(config.moe_layers.index(layer))
+            self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared, load=load)
 
         with checkpoint.once_read(make_kernel):
             if moe.clamped is not None:

@@ -113,6 +113,7 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     for length in warm_up_lengths(options):
         tokens = [0] * min(length, room)
         generate(runner, [tokens] if tokens else [], SamplingParams(max_tokens=2, ignore_eos=True))
+    runner.clear_expert_loads()
 
 
 def capture_graphs(runner: ModelRunner, *, show: bool = True) -> list[CapturedGraph]:
