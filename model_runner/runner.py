@@ -23,6 +23,7 @@ from model_runner.errors import fits_in_memory
 from model_runner.memory.host_memory import keep_freed_memory
 from model_runner.memory.memory_profile import CudaMemory, measured_blocks
 from model_runner.models.registry import read_model
+from model_runner.parallel.placement import make_placement
 from model_runner.parallel.tensor_parallel import make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, RunnerSettings, check_max_model_len, refuse_trees
@@ -34,7 +35,7 @@ from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.fp8 import log_projections
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weights import Checkpoint
-from moe import ExpertLoads, StepSizes
+from moe import ExpertLoads, ExpertPlacement, StepSizes
 from ubatch import UBatchStatistics
 from ubatch.ranks import taking_long
 from ubatch.schedules import MODE_KEYS
@@ -59,17 +60,19 @@ class ModelRunner(StepRunner):
         experts_backend: the resolved name; draft networks use it, too.
         graphs: the captured steps; None if all run eagerly.
         expert_loads: the tokens of every expert so far; None for a dense model. `copy_expert_loads` reads them.
+        placement: which expert every slot holds; None for a dense model.
         draft: the loaded draft network; None if there is none.
         proposer: the proposer around the draft network, see `set_observer`; None if there is none.
         tensor_parallel: this rank's place in its replica; None if the rank is a replica by itself.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded; see `model_runner.errors`.
-        ConfigError: a back end is unknown, the ranks do not divide the experts, `tensor_parallel_size` does not divide
-            heads or dense MLPs, or settings contradict each other.
+        ConfigError: a back end is unknown, the placement is for other experts or ranks, `tensor_parallel_size` does not
+            divide heads or dense MLPs, or settings contradict each other.
     """
 
     expert_loads: ExpertLoads | None
+    placement: ExpertPlacement | None
 
     def __init__(self, model_path: str | Path, settings: RunnerSettings | None = None, **keywords: Any) -> None:
         own = RunnerSettings(**keywords) if settings is None else replace(settings, **keywords)
@@ -111,8 +114,16 @@ class ModelRunner(StepRunner):
         requests = own.max_num_seqs * (1 + own.num_speculative_tokens)
         steps = StepSizes(requests, own.max_num_batched_tokens, captured=own.captures)
         steps = steps.shared_by(own.tensor_parallel_size)
-        asked = own.all2all_backend, own.group, of_experts, num_experts, own.all2all_options
+        placement, slots = None, num_experts
+        if self.config.moe_layers:
+            ranks, redundant = 1 if own.group is None else own.group.size, own.eplb_config.num_redundant_experts
+            placement = make_placement(num_experts, self.config.moe_layers, ranks, redundant, own.placement)
+            slots = placement.num_slots
+        asked = own.all2all_backend, own.group, of_experts, slots, own.all2all_options
         self.all2all = make_transport(*asked, steps)
+        if placement is not None and self.all2all.traits.batched:  # it brings rows for every slot
+            placement = placement.filled()
+        self.placement = placement
         self.listen = self.all2all.listen
         where = own.dtype, self.device
         how: dict[str, Any] = {"dbo": self.dbo, "group": own.group, "quantization": stored}
@@ -121,10 +132,10 @@ class ModelRunner(StepRunner):
         if num_experts:
             verifies = own.num_speculative_tokens > 0
             check_schedules(self.dbo, self.all2all, self.experts_backend, self.device, verifies=verifies)
-        loads: ExpertLoads | None = None
-        if num_experts and self.config.moe_layers:
-            loads = ExpertLoads(len(self.config.moe_layers), num_experts, self.device)
-        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts, loads)
+        loads = None if placement is None else ExpertLoads(placement.num_layers, num_experts, self.device)
+        parallel = ExpertParallel(
+            self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts, loads, placement
+        )
         checkpoint.projection_block = blocks.projections
         kept = own.kept if self.device.type == "cpu" else None
         given = {"all2all": self.all2all, "tensor_parallel": self.tensor_parallel, "group": own.group, "link": own.link}

@@ -84,7 +84,7 @@ class FusedMoEModularKernel(nn.Module):
 
     Args:
         all2all: carries tokens to experts and back.
-        experts: those of this rank.
+        experts: those of this rank, in its first slots; the others are idle.
         shared_experts: applied to every token in addition to the routed ones, `[T, H] -> [T, H]`.
         expert_map: the slots of the layer's experts; None if every expert is in the slot of its number.
         load: gets the number of tokens of every expert; None if nobody wants it.
@@ -107,10 +107,12 @@ class FusedMoEModularKernel(nn.Module):
     ) -> None:
         super().__init__()
         all2all = adopt(all2all)
-        if experts.expert_range != all2all.experts:
+        held, slots = experts.expert_range, all2all.experts
+        if held.start != slots.start or len(held) > len(slots) or (all2all.traits.batched and held != slots):
+            batches = " in batches, one for each" if all2all.traits.batched else ""
             raise ConfigError(
-                f"the experts hold {experts.expert_range}, but the all2all back end sends this rank the tokens of "
-                f"{all2all.experts}. Slice the weights by local_experts()."
+                f"the experts hold {held}, but the all2all back end sends this rank the tokens of {slots}{batches}. "
+                "Slice the weights by local_experts(), or by ExpertPlacement.held()."
             )
         if all2all.traits.batched and not isinstance(experts, BatchedExperts):
             raise ConfigError(
@@ -243,8 +245,9 @@ class FusedMoEModularKernel(nn.Module):
     def _in_blocks(self, received: _Received) -> _InBlocks:
         """The same, but the rows that a block of experts has completed are sent while the next block is computed."""
         rows, experts = cast(Dispatched[Any], received), cast(BlockwiseExperts, self.experts)  # see `_check`
-        combine = self.all2all.combine_blocks(rows.handle)
-        sums = experts.run_blocks(rows.hidden_states, rows.topk_ids, rows.topk_weights, combine.blocks, rows.scales)
+        combine, held = self.all2all.combine_blocks(rows.handle), len(self.experts.expert_range)
+        blocks = [range(min(block.start, held), min(block.stop, held)) for block in combine.blocks]  # no idle slots
+        sums = experts.run_blocks(rows.hidden_states, rows.topk_ids, rows.topk_weights, blocks, rows.scales)
         transfers = []
         for y in sums:
             dbo_maybe_run_recv_hook()

@@ -5,8 +5,10 @@ planner      a placement for given loads
 movement     what a new placement moves, and the order of ranks that moves least
 assignment   the assignment of greatest benefit, for many problems at once
 load_files   load of every expert, as files
+config       the user's settings
 """
 
+from moe.balance.config import EplbConfig
 from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen
 from moe.balance.load_files import LOAD_SUFFIXES, check_load_suffix, read_loads, write_loads
 from moe.balance.movement import arrivals
@@ -15,6 +17,7 @@ from moe.balance.planner import is_hierarchical, plan_placement
 __all__ = [
     "LOAD_SUFFIXES",
     "Decision",
+    "EplbConfig",
     "MoveCosts",
     "Verdict",
     "arrivals",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from model_runner import ModelConfig, check_tensor_parallel
-from model_runner.parallel import LOCAL, check_schedules_by_name
+from model_runner.parallel import LOCAL, check_schedules_by_name, read_placement
 from model_runner.settings import beyond_full_attention
 from moe import check_all2all_options
+from moe.balance import EplbConfig
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server
 from serving.options.flags.turn_flags import Turns
@@ -39,6 +41,24 @@ def check_sizes(settings: Settings, model: ModelConfig) -> None:
     """
     for message in _shares(settings, model):
         raise ConfigError(message)
+
+
+def place_experts(settings: Settings, model: ModelConfig) -> Settings:
+    """Settings with the placement that `init_expert_location` names.
+
+    Raises:
+        ConfigError: the file cannot be read, or is for other experts or ranks.
+    """
+    path = settings["init_expert_location"]
+    if path is None or not model.num_experts:
+        return settings
+    try:
+        redundant = EplbConfig.of(settings["eplb_config"] or {}).num_redundant_experts
+        ranks = _num_processes(settings)
+        placement = read_placement(path, model.num_experts, model.num_layers, model.moe_layers, ranks, redundant)
+    except ConfigError as error:
+        raise ConfigError(f"{settings.spell('init_expert_location')}: {error}") from error
+    return replace(settings, placement=placement)
 
 
 def check_with_model(settings: Settings, model: ModelConfig, gpus: int) -> None:
@@ -159,9 +179,10 @@ def _parallelism(s: Settings) -> Iterator[str]:
         if s["all2all_backend"] in _NO_EXCHANGE:
             yield f"{s.spell('all2all_backend')} {_NO_EXCHANGE[s['all2all_backend']]}"
         return
-    for name in ("all2all_backend", "all2all_options"):
+    for name in ("all2all_backend", "all2all_options", "eplb_config", "init_expert_location"):
         if s[name]:
-            yield f"{s.spell(name)} needs --enable-expert-parallel; without it no token travels."
+            why = "no token travels" if name.startswith("all2all") else "every rank has all experts"
+            yield f"{s.spell(name)} needs --enable-expert-parallel; without it {why}."
     if s["emulated_link"] is not None and s["tensor_parallel_size"] == 1:
         yield (
             f"{s.spell('emulated_link')} needs --enable-expert-parallel, or --tensor-parallel-size 2 or more; without "
@@ -259,11 +280,10 @@ def _shares(s: Settings, model: ModelConfig) -> Iterator[str]:
     ranks = _num_processes(s)
     if model.num_experts == 0:
         yield f"the checkpoint is a dense model, without experts that {s.spell('enable_expert_parallel')} could share."
-    elif model.num_experts % ranks:
-        both = f" times {s.spell('tensor_parallel_size')}" if s["tensor_parallel_size"] > 1 else ""
+    elif model.num_experts % ranks and not model.moe_layers:
         yield (
-            f"{s.spell('data_parallel_size')}{both} is {ranks}, but {model.num_experts} experts do not divide by that. "
-            "Use a number of ranks that divides them."
+            f"{_processes(s)}: {ranks} ranks, but {model.num_experts} experts do not divide by that, and the model's "
+            "family cannot place them otherwise (ModelConfig.moe_layers). Use a number of ranks that divides them."
         )
 
 

@@ -56,6 +56,8 @@ CASES: Mapping[str, Case] = {
     "enable_expert_parallel": Case((), ("--data-parallel-size", "2")),
     "all2all_backend": Case(("allgather_reducescatter",), EP),
     "all2all_options": Case(("use_fp8=true",), (*EP, "--all2all-backend", "deepep_auto"), yaml="{use_fp8: true}"),
+    "eplb_config": Case(('{"num_redundant_experts": 2}',), EP, yaml="{num_redundant_experts: 2}"),
+    "init_expert_location": Case(("PLACEMENT.json",), EP),
     "moe_backend": Case(("grouped",)),
     "emulated_link": Case(("10", "100"), EP, yaml="[10, 100]"),
     "nnodes": Case(("2",), NODES, without=("--nnodes", "1", "--master-addr", "127.0.0.1")),

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from moe import ExpertPlacement
 from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.wire import messages as wire
 from ubatch import ConfigError
@@ -28,6 +29,7 @@ _MAY_DIFFER = frozenset(
 _NESTED = {"dbo": "", "scheduler": "", "restarts": "", "speculation": "speculative_"}
 _FLAGS = {
     "num_ubatches": "ubatch_size",
+    "placement": "init_expert_location",
     "policy": "scheduling_policy",
     "speculative_topk": "speculative_eagle_topk",
     "speculative_acceptance": "speculative_accept",
@@ -121,7 +123,7 @@ def _settings(options: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
         elif each.name == "job":
             yield from value.items()
         elif each.name not in _MAY_DIFFER:
-            yield prefix + each.name, value
+            yield prefix + each.name, str(value) if isinstance(value, ExpertPlacement) else value
 
 
 def _text(shape: Mapping[str, object], name: str) -> str:

@@ -128,7 +128,7 @@ NOT_OFFERED: Mapping[str, str] = _each(
             "dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"
         ),
         "experts stay on the ranks that they were loaded on, in equal shares; leave it out": (
-            "enable_eplb eplb_config expert_placement_strategy enable_elastic_ep num_redundant_experts "
+            "enable_eplb expert_placement_strategy enable_elastic_ep "
             "eplb_window_size eplb_step_interval eplb_log_balancedness"
         ),
         "transfers between ranks are chosen by the device; leave it out": "disable_custom_all_reduce",

@@ -20,6 +20,7 @@ from serving.engine.options import RestartLimits
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
     ApiKey,
+    Balance,
     ExpertsName,
     JsonMapping,
     NamedValues,
@@ -87,6 +88,14 @@ class Parallelism(Group):
         Flag(metavar="NAME=VALUE ...", many=True, default="what --max-num-seqs and the other sizes of steps ask for"),
     ] = Field(None, description="its options, such as max_tokens_per_rank=256 use_fp8=true worst_case=true")
     moe_backend: ExpertsName = "auto"
+    eplb_config: Annotated[Balance, Flag(metavar="JSON", default="none", adds=True, dotted=True)] = Field(
+        None,
+        description="how the ranks' load of experts is balanced, or --eplb-config.KEY VALUE for each: "
+        "num_redundant_experts, slots beyond one for every expert",
+    )
+    init_expert_location: Annotated[
+        str | None, Flag(metavar="FILE|trivial", default="trivial: in the order of their ids")
+    ] = Field(None, min_length=1, description="YAML or JSON file with the expert in each slot of every MoE layer")
     emulated_link: Annotated[
         tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None,
         BeforeValidator(_read_link),

@@ -21,8 +21,8 @@ from repository import TINY_MOE
 from settings_effects import EFFECTS, as_text
 from settings_table import CASES, HEAD, Case
 
+from moe import ExpertPlacement
 from moe.balance import write_loads
-from moe.placement import ExpertPlacement
 from serving import generate
 from serving.cli import main
 from serving.options import GENERATE, SERVE, TRACE, TUNE, Table, merge, read_layers, resolve, resolve_keywords
@@ -56,6 +56,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub(tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The caches and a secret; no variables, and a machine without GPUs."""
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.3}')
+    ExpertPlacement(np.array([[*range(7, -1, -1)]] * 4), 8, 2).save(tmp_path / "PLACEMENT.json")
     (tmp_path / "SECRET").touch(0o600)
     (tmp_path / "SECRET").write_text("0123456789abcdef" * 4)
     for name in ("cache", "HUB"):
