@@ -56,6 +56,7 @@ CASES: Mapping[str, Case] = {
     "enable_expert_parallel": Case((), ("--data-parallel-size", "2")),
     "all2all_backend": Case(("allgather_reducescatter",), EP),
     "all2all_options": Case(("use_fp8=true",), (*EP, "--all2all-backend", "deepep_auto"), yaml="{use_fp8: true}"),
+    "enable_eplb": Case((), EP),
     "eplb_config": Case(('{"num_redundant_experts": 2}',), EP, yaml="{num_redundant_experts: 2}"),
     "init_expert_location": Case(("PLACEMENT.json",), EP),
     "moe_backend": Case(("grouped",)),
