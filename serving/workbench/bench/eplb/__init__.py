@@ -5,6 +5,7 @@ gain       what balance gains, with DBO and without
 same       whether the tokens are the same
 predict    the simulator against skewed steps
 counting   what counting the load costs
+moving     what steps feel of experts that move
 command    the options, and the order of things
 """
 

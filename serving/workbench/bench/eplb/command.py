@@ -4,6 +4,7 @@
     same       greedy tokens with balance against those without
     predict    the simulator's times of skewed steps, from the stages of balanced ones
     counting   what counting the load costs, timed alone
+    moving     steps while experts move, against steps while they do not
 
 The model is a random Qwen3-MoE of 100 M parameters; steps are prefills, and every rank is pinned to a core.
 """
@@ -18,9 +19,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from moe.balance import EplbConfig
 from serving.ranks import run_ranks
 from serving.workbench.bench.eplb.counting import measure_counting
 from serving.workbench.bench.eplb.gain import measure_gain
+from serving.workbench.bench.eplb.moving import measure_moving
 from serving.workbench.bench.eplb.predict import measure_predictions
 from serving.workbench.bench.eplb.same import compare_tokens
 from serving.workbench.bench.eplb.skewed import Skew, SkewedModels, open_skewed
@@ -35,6 +38,7 @@ class Part(StrEnum):
     SAME = "same"
     PREDICT = "predict"
     COUNTING = "counting"
+    MOVING = "moving"
 
 
 class Options(StepOptions):
@@ -49,8 +53,13 @@ class Options(StepOptions):
     ] = 0.65
     exponent: Annotated[float, Field(ge=0, description="of the experts' popularity")] = 1.0
     redundant_experts: Annotated[int, Field(ge=0, description="experts in addition to the model's own")] = 0
+    step_interval: Annotated[int, Field(ge=1, description="steps from one plan to the next")] = 500
     ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 0.5
     new_tokens: Annotated[int, Field(ge=1, description="same: generated for every prompt")] = 32
+
+    moving_steps: Annotated[
+        int, Field(ge=1, description="moving: steps while experts move, and three times as many while they do not")
+    ] = 500
 
     @property
     def rounds(self) -> int:
@@ -63,6 +72,7 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
     Part.SAME: lambda models, options: compare_tokens(models, options.new_tokens),
     Part.PREDICT: lambda models, options: measure_predictions(models, options.rounds),
     Part.COUNTING: lambda models, options: measure_counting(models, options.rounds),
+    Part.MOVING: lambda models, options: measure_moving(models, options.moving_steps, options.rounds),
 }
 
 
@@ -79,7 +89,8 @@ def run(options: Options) -> int:
 def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     skew = Skew(options.balancedness, options.exponent)
-    with open_skewed(rank, options, model, skew, options.redundant_experts) as models:
+    eplb = EplbConfig(num_redundant_experts=options.redundant_experts, step_interval=options.step_interval)
+    with open_skewed(rank, options, model, skew, eplb) as models:
         calibrate(models.settings["perfect"], 2, options.ratio)
         for part in options.only:
             results[str(part)] = _MEASURES[part](models, options)

@@ -1,7 +1,7 @@
 """One rank's models with skewed experts: the same weights and tokens, with experts in different places.
 
     without   experts in the order of their ids
-    with      experts where the planner puts them, for the loads of other batches
+    with      experts where the planner puts them, for the loads of other batches; they have moved there between steps
     perfect   as without, but every token's routing is replaced by one that gives all experts equally many tokens
 
 A bias on every router's logits makes experts popular by Zipf's law. Which expert is how popular is random in every
@@ -10,7 +10,7 @@ layer, but so that the busiest rank has the load that was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model_runner import ModelRunner
+from model_runner.balance import MoveNews
 from model_runner.decoder.sparse_mlp import SparseMLP
 from moe import EmulatedLink
-from moe.balance import plan_placement
+from moe.balance import EplbConfig, plan_placement
 from moe.placement import ExpertPlacement, Floats, Ints
 from moe.router import Router
 from serving.workbench.bench.step_setting import StepOptions, StepSetting, prefill_batch
@@ -75,31 +76,70 @@ class UniformRouter:
         return weights, self._ids[rows, top_k]
 
 
+class Rearranger:
+    """Moves the experts of one rank's runner, with all ranks; every rank makes one and calls the same.
+
+    Raises:
+        UBatchError: the runner was made without `enable_eplb`.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        if runner.mover is None:
+            raise UBatchError("the runner cannot move experts: it was made without enable_eplb.")
+        self._runner, self.mover, self._number = runner, runner.mover, 0
+
+    def begin(self, placement: ExpertPlacement, layers: Sequence[int] | None = None) -> None:
+        """Order a placement; steps bring it about."""
+        self._number += 1
+        self.mover.begin(self._number, placement, layers)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, steps do not move experts."""
+        self._runner.mover = None
+        try:
+            yield
+        finally:
+            self._runner.mover = self.mover
+
+    def news(self) -> list[MoveNews]:
+        """What has moved since the last call.
+
+        Raises:
+            UBatchError: an order was given up.
+        """
+        news = self.mover.take_news()
+        for each in news:
+            if each.failure:
+                raise UBatchError(f"experts were not moved: {each.failure}.")
+        return news
+
+
 @dataclass
 class SkewedModels:
     """One rank's settings for steps, by name, over one link.
 
     Attributes:
-        placements: of every setting's experts.
         loads: `[L, E]`: tokens of all ranks in the batch that is measured, for every setting.
+        rearranger: moves the experts of `with`.
     """
 
     settings: Mapping[str, StepSetting]
-    placements: Mapping[str, ExpertPlacement]
     loads: Mapping[str, Floats]
     link: EmulatedLink
+    rearranger: Rearranger
 
     def balancedness(self, name: str) -> float:
         """Mean over the layers."""
-        return float(self.placements[name].balancedness(self.loads[name]).mean())
+        return float(placement_of(self.settings[name]).balancedness(self.loads[name]).mean())
 
 
 @contextmanager
-def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, redundant: int = 0) -> Iterator[SkewedModels]:
+def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: EplbConfig) -> Iterator[SkewedModels]:
     """The three settings; every rank calls it. The link starts infinitely fast.
 
     Args:
-        redundant: experts of `with` in addition to the model's own.
+        eplb: settings of `with`.
     """
     group = CommGroup.from_process_group(timeout_s=300.0)
     link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
@@ -117,30 +157,40 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, redund
 
     with ExitStack() as stack:
 
-        def open_runner(placement: ExpertPlacement | None) -> ModelRunner:
-            return stack.enter_context(ModelRunner(model, placement=placement, **given))
+        def open_runner(**more: Any) -> ModelRunner:
+            return stack.enter_context(ModelRunner(model, **given, **more))
 
         def setting(runner: ModelRunner, batch: int = 0) -> StepSetting:
             made = StepSetting(runner, prefill_batch(runner, prompts(batch)), link)
             stack.callback(made.close)
             return made
 
-        plain = open_runner(None)
+        plain, perfect = open_runner(), open_runner()
+        balanced = open_runner(enable_eplb=True, eplb_config=eplb)
         vocabulary = plain.config.vocab_size
         biases = _skewed_biases(plain, setting(plain), skew)
         set_biases(plain, biases)
-        window = np.sum([_loads_of(setting(plain, batch)) for batch in range(1, 1 + WINDOW)], axis=0)
-        default = ExpertPlacement.default(*window.shape, group.size)
-        with_slots = ExpertPlacement.default(*window.shape, group.size, redundant)
-        placements = {"without": default, "with": plan_placement(window, with_slots), "perfect": default}
-        runners = {"without": plain, "with": open_runner(placements["with"]), "perfect": open_runner(None)}
-        for runner in runners.values():
+        window = np.sum([loads_of(setting(plain, batch)) for batch in range(1, 1 + WINDOW)], axis=0)
+        for runner in (balanced, perfect):
             set_biases(runner, biases)
-        for number, mlp in enumerate(sparse_layers(runners["perfect"])):
+        for number, mlp in enumerate(sparse_layers(perfect)):
             mlp.router = UniformRouter(mlp.router, plain.config.num_experts, number)
-        settings = {name: setting(runner) for name, runner in runners.items()}
-        loads = {name: _loads_of(each) for name, each in settings.items()}
-        yield SkewedModels(settings, placements, loads, link)
+        settings = {"without": setting(plain), "with": setting(balanced), "perfect": setting(perfect)}
+        rearranger = Rearranger(balanced)
+        rearranger.begin(plan_placement(window, placement_of(settings["with"])))
+        while rearranger.mover.busy:
+            settings["with"].step(SERIAL)
+        rearranger.news()
+        loads = {name: loads_of(each) for name, each in settings.items()}
+        yield SkewedModels(settings, loads, link, rearranger)
+
+
+def placement_of(setting: StepSetting) -> ExpertPlacement:
+    """Where the experts are now."""
+    placement = setting.runner.placement
+    if placement is None:
+        raise UBatchError("the model has no routed experts.")
+    return placement
 
 
 def sparse_layers(runner: ModelRunner) -> list[SparseMLP]:
@@ -163,7 +213,7 @@ def _skewed_biases(runner: ModelRunner, setting: StepSetting, skew: Skew) -> Ten
     popularity = -skew.exponent * torch.arange(1, runner.config.num_experts + 1).log()
     biases = torch.tensor(_logit_spread(runner, setting))[:, None] / 1.28 * popularity
     set_biases(runner, biases)
-    by_popularity = _loads_of(setting)
+    by_popularity = loads_of(setting)
     random, ranks = np.random.default_rng(0), dist.get_world_size()
     orders = [_order(loads, skew.balancedness, ranks, random) for loads in by_popularity]
     return torch.stack([bias[torch.from_numpy(order)] for bias, order in zip(biases, orders, strict=True)])
@@ -208,8 +258,8 @@ def _order(loads: Floats, balancedness: float, ranks: int, random: np.random.Gen
     raise UBatchError(f"no order of {len(loads)} experts has a balancedness of {balancedness:g}. Ask for another.")
 
 
-def _loads_of(setting: StepSetting) -> Floats:
-    """`[L, E]`: tokens of every expert in a step of all ranks."""
+def loads_of(setting: StepSetting) -> Floats:
+    """`[L, E]`: tokens of every expert in a step of all ranks. Every rank calls it."""
     counts = setting.runner.expert_loads
     if counts is None:
         raise UBatchError("the model has no routed experts.")
