@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,7 +143,7 @@ class ModelSettings:
     tensor_parallel_size: int = 1
     all2all_backend: str | None = None
     all2all_options: Mapping[str, object] | None = None
-    eplb_config: EplbConfig = EplbConfig()
+    eplb_config: EplbConfig = field(default_factory=EplbConfig)
     placement: ExpertPlacement | None = None
     dbo: UBatchConfig | None = None
     dbo_kinds: Sequence[str] = ()
