@@ -16,6 +16,7 @@ from attention import BlockAllocator, CacheSpec, RequestToTokenTable, StatePool,
 from model_runner.auto.step_cost import split_cost
 from model_runner.auto.step_settings import StepSettings
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
+from model_runner.balance import make_mover
 from model_runner.decoder.base import ExpertParallel, check_tensor_parallel
 from model_runner.drafting.network import load_draft
 from model_runner.drafting.proposer import DraftProposer
@@ -36,7 +37,7 @@ from model_runner.weights.fp8 import log_projections
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weights import Checkpoint
 from moe import ExpertLoads, ExpertPlacement, StepSizes
-from ubatch import UBatchStatistics
+from ubatch import ConfigError, UBatchStatistics
 from ubatch.ranks import taking_long
 from ubatch.schedules import MODE_KEYS
 from ubatch.streams import HostCopy, to_host
@@ -62,6 +63,7 @@ class ModelRunner(StepRunner):
         expert_loads: the tokens of every expert so far; None for a dense model. `copy_expert_loads` reads them.
         placement: which expert every slot holds; None for a dense model.
         draft: the loaded draft network; None if there is none.
+        mover: moves experts between ranks; None without `enable_eplb`.
         proposer: the proposer around the draft network, see `set_observer`; None if there is none.
         tensor_parallel: this rank's place in its replica; None if the rank is a replica by itself.
 
@@ -128,6 +130,8 @@ class ModelRunner(StepRunner):
         where = own.dtype, self.device
         how: dict[str, Any] = {"dbo": self.dbo, "group": own.group, "quantization": stored}
         self.experts_backend = resolve_experts(own.experts_backend, self.config, self.all2all, *where, **how)
+        if own.enable_eplb and own.experts_backend == "auto" and self.experts_backend == "packed":
+            self.experts_backend = "grouped"  # only oneDNN knows the other's layout, so it cannot move
         blocks = resolve_fp8_blocks(self.experts_backend, self.config, stored, *where, dbo=self.dbo)
         if num_experts:
             verifies = own.num_speculative_tokens > 0
@@ -149,6 +153,9 @@ class ModelRunner(StepRunner):
                 if kept is not None:
                     loaded = kept.keep(loaded, given)
             self.model, self.draft, self.expert_loads = loaded
+            if own.enable_eplb:
+                moved = self.placement, own.group, self.device, own.eplb_config
+                self.mover = make_mover(self.model, *moved, link=own.link, streams=own.streams)
 
     def _size_cache(self, checkpoint: Checkpoint) -> None:
         """Make the pool of states, then the KV cache, in the room that is given or left."""
@@ -220,13 +227,16 @@ class ModelRunner(StepRunner):
             with self.streams.forward():
                 self.expert_loads.clear()
 
-    def copy_expert_loads(self) -> HostCopy | None:
-        """Start a copy of `ExpertLoads.counts` after the steps launched so far; None for a dense model.
+    def copy_expert_loads(self) -> HostCopy:
+        """Start a copy of `ExpertLoads.counts` after the steps launched so far.
 
         `HostCopy.wait` has the copy; once `HostCopy.done`, without waiting.
+
+        Raises:
+            ConfigError: the experts of this model are not counted, or it has none (`expert_loads` is None).
         """
         if self.expert_loads is None:
-            return None
+            raise ConfigError(f"{self.model_path} has no experts that are counted.")
         with self.streams.forward():
             return to_host(self.expert_loads.snapshot())
 

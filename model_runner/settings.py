@@ -117,6 +117,7 @@ class ModelSettings:
         all2all_backend: how tokens reach their experts; `auto` and None choose, see `model_runner.parallel.transport`.
         all2all_options: its options; those left out are derived from `max_num_seqs`, `max_num_batched_tokens` and
             `num_speculative_tokens`.
+        enable_eplb: experts can move between the ranks while steps run (`ModelRunner.mover`).
         eplb_config: how the load of experts is balanced.
         placement: which expert every slot holds; by default the order of their ids, with the redundant experts of
             `eplb_config` behind them.
@@ -143,6 +144,7 @@ class ModelSettings:
     tensor_parallel_size: int = 1
     all2all_backend: str | None = None
     all2all_options: Mapping[str, object] | None = None
+    enable_eplb: bool = False
     eplb_config: EplbConfig = field(default_factory=EplbConfig)
     placement: ExpertPlacement | None = None
     dbo: UBatchConfig | None = None

@@ -12,7 +12,7 @@
     grouped_linear    linear layers of all experts in one call, in C
     placement         which experts a rank holds, in which slots
     expert_map        from experts to slots, and the load of every expert
-    balance/          load of the experts, and better placements (numpy only)
+    balance/          load of the experts over time, and better placements (numpy only)
     segments          sums and offsets of consecutive rows
     expert_parallel   replaces the MoE blocks of a Hugging Face model
     transformers_parallel   carries the tokens of a model that transformers itself shards

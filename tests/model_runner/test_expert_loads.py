@@ -18,7 +18,7 @@ from torch import Tensor
 from model_runner import ModelRunner, SamplingParams, generate
 from moe import modular_kernel
 from ranks import run_ranks
-from ubatch import CommGroup, UBatchConfig
+from ubatch import CommGroup, ConfigError, UBatchConfig
 
 LAYERS, TOP_K = 2, 2
 PROMPTS = [[5, 17, 99, 3, 42, 42, 8], [1, 2], [7, 8, 9]]
@@ -44,9 +44,7 @@ def routed() -> Iterator[list[Tensor]]:
 
 
 def counts_of(runner: ModelRunner) -> Tensor:
-    copy = runner.copy_expert_loads()
-    assert copy is not None
-    return copy.wait()
+    return runner.copy_expert_loads().wait()
 
 
 def expected_sums(prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
@@ -100,7 +98,9 @@ def test_padding_of_captured_steps_is_not_counted(tmp_path: Path) -> None:
 
 def test_a_dense_model_has_no_loads(tmp_path: Path) -> None:
     with ModelRunner(make_checkpoint(tmp_path, "Llama"), num_kv_blocks=64) as runner:
-        assert runner.copy_expert_loads() is None
+        assert runner.expert_loads is None
+        with pytest.raises(ConfigError, match="no experts"):
+            runner.copy_expert_loads()
 
 
 def loads_of_a_rank(rank: int, world_size: int, path: str, tensor_parallel_size: int) -> tuple[Tensor, int]:

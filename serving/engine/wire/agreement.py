@@ -21,6 +21,7 @@ from ubatch import ConfigError
 _MAY_DIFFER = frozenset(
     {
         *("node_rank", "master_addr", "master_port", "cluster_secret_file", "log_level", "profile_folder"),
+        "expert_load_out",  # node 0 writes it
         *("model", "kv_cache_memory", "gpu_memory_utilization"),  # folders, and memory, are a machine's own
         *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "moe_backend"),
         *("group", "profile_ranges", "draft_model_path", "resume_timeout_s"),
@@ -109,9 +110,9 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: wire.FromEngi
             return node_rank in range(1, options.nnodes) and sender == node_identity(node_rank)
         case wire.Failed(rank):
             return rank in range(options.world_size)
-        case wire.Finished(rank):
+        case wire.Finished(rank) | wire.Moved(rank):
             return rank == 0 and sender == rank_identity(rank)
-        case wire.Ready(rank) | wire.Alive(rank) | wire.ProfileWritten(rank):
+        case wire.Ready(rank) | wire.Alive(rank) | wire.Loads(rank) | wire.ProfileWritten(rank):
             return rank in range(options.world_size) and sender == rank_identity(rank)
 
 
