@@ -52,7 +52,7 @@ from moe.experts.torch_experts import ClampedSwiGLU
 from moe.gpu_linear import fp8_linear, fp8_linear_block
 from moe.grouped_linear import NativeLinear
 from moe.modular_kernel import FusedMoEModularKernel
-from moe.placement import local_experts
+from moe.placement import ExpertPlacement, local_experts
 from moe.router import (
     NO_EXPERT,
     GroupLimitedRouter,
@@ -77,6 +77,7 @@ __all__ = [
     "Dispatched",
     "EmulatedLink",
     "ExpertParallelMoE",
+    "ExpertPlacement",
     "Experts",
     "ExpertsNeeds",
     "ExpertsShape",

@@ -9,7 +9,7 @@ assignment   the assignment of greatest benefit, for many problems at once
 load_files   load of every expert, as files
 """
 
-from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen
+from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen, mean_balancedness
 from moe.balance.load_files import LOAD_SUFFIXES, check_load_suffix, read_loads, write_loads
 from moe.balance.movement import arrivals
 from moe.balance.planner import is_hierarchical, plan_placement
@@ -24,6 +24,7 @@ __all__ = [
     "decide",
     "has_fallen",
     "is_hierarchical",
+    "mean_balancedness",
     "plan_placement",
     "read_loads",
     "write_loads",
