@@ -16,6 +16,7 @@ settings          all settings of a runner, checked once
 speculation/      proposers of draft tokens, and the test that accepts drafts
 step/             requests flattened into a batch, the vote of all ranks on it, and its streams
 sampling/         sampling parameters of a request; from logits to tokens
+balance/          moves experts between ranks while steps run
 parallel/         tensor parallelism, and how tokens reach their experts
 weights/          a checkpoint's tensors and config, or random ones
 kernels/          Triton kernels of this package

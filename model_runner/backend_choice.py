@@ -81,8 +81,8 @@ def resolve_experts(
     overlapping = _overlapping(dbo)
     signalled = any(schedule.signalled for schedule in overlapping)
     if name == "auto":
-        held = len(all2all.experts)
-        shape = ExpertsShape(held, config.num_experts, config.num_experts_per_tok, config.hidden_size, width)
+        held, num_slots = len(all2all.experts), all2all.num_experts  # the same on every rank, idle slots too
+        shape = ExpertsShape(held, num_slots, config.num_experts_per_tok, config.hidden_size, width)
         needs = ExpertsNeeds(
             batched=all2all.traits.batched,
             signals=signalled and not all2all.traits.sends_blocks,

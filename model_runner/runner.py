@@ -16,6 +16,7 @@ from attention import BlockAllocator, CacheSpec, RequestToTokenTable, StatePool,
 from model_runner.auto.step_cost import split_cost
 from model_runner.auto.step_settings import StepSettings
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
+from model_runner.balance import make_mover
 from model_runner.decoder.base import ExpertParallel, check_tensor_parallel
 from model_runner.drafting.network import load_draft
 from model_runner.drafting.proposer import DraftProposer
@@ -23,6 +24,7 @@ from model_runner.errors import fits_in_memory
 from model_runner.memory.host_memory import keep_freed_memory
 from model_runner.memory.memory_profile import CudaMemory, measured_blocks
 from model_runner.models.registry import read_model
+from model_runner.parallel.placement import make_placement
 from model_runner.parallel.tensor_parallel import make_tensor_parallel
 from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, RunnerSettings, check_max_model_len, refuse_trees
@@ -34,10 +36,11 @@ from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.fp8 import log_projections
 from model_runner.weights.kv_scales import load_kv_scales
 from model_runner.weights.weights import Checkpoint
-from moe import StepSizes
-from ubatch import UBatchStatistics
+from moe import ExpertLoads, ExpertPlacement, StepSizes
+from ubatch import ConfigError, UBatchStatistics
 from ubatch.ranks import taking_long
 from ubatch.schedules import MODE_KEYS
+from ubatch.streams import HostCopy, to_host
 
 _DBO_AUTO = "dbo_auto is gone in the next release: dbo_kinds names the kinds of steps that decide for themselves."
 
@@ -57,15 +60,21 @@ class ModelRunner(StepRunner):
         states: recurrent states of `max_num_seqs` requests; None for a model without linear attention.
         experts_backend: the resolved name; draft networks use it, too.
         graphs: the captured steps; None if all run eagerly.
+        expert_loads: the tokens of every expert so far; None for a dense model. `copy_expert_loads` reads them.
+        placement: which expert every slot holds; None for a dense model.
         draft: the loaded draft network; None if there is none.
+        mover: moves experts between ranks; None without `enable_eplb`.
         proposer: the proposer around the draft network, see `set_observer`; None if there is none.
         tensor_parallel: this rank's place in its replica; None if the rank is a replica by itself.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded; see `model_runner.errors`.
-        ConfigError: a back end is unknown, the ranks do not divide the experts, `tensor_parallel_size` does not divide
-            heads or dense MLPs, or settings contradict each other.
+        ConfigError: a back end is unknown, the placement is for other experts or ranks, `tensor_parallel_size` does not
+            divide heads or dense MLPs, or settings contradict each other.
     """
+
+    expert_loads: ExpertLoads | None
+    placement: ExpertPlacement | None
 
     def __init__(self, model_path: str | Path, settings: RunnerSettings | None = None, **keywords: Any) -> None:
         own = RunnerSettings(**keywords) if settings is None else replace(settings, **keywords)
@@ -88,6 +97,7 @@ class ModelRunner(StepRunner):
         self.streams = StepStreams(self.device, own.streams, own.group)
         self._beside = []
         self._size_cache(checkpoint)
+        self.clear_expert_loads()
         checkpoint.close()
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -106,17 +116,30 @@ class ModelRunner(StepRunner):
         requests = own.max_num_seqs * (1 + own.num_speculative_tokens)
         steps = StepSizes(requests, own.max_num_batched_tokens, captured=own.captures)
         steps = steps.shared_by(own.tensor_parallel_size)
-        asked = own.all2all_backend, own.group, of_experts, num_experts, own.all2all_options
+        placement, slots = None, num_experts
+        if self.config.moe_layers:
+            ranks, redundant = 1 if own.group is None else own.group.size, own.eplb_config.num_redundant_experts
+            placement = make_placement(num_experts, self.config.moe_layers, ranks, redundant, own.placement)
+            slots = placement.num_slots
+        asked = own.all2all_backend, own.group, of_experts, slots, own.all2all_options
         self.all2all = make_transport(*asked, steps)
+        if placement is not None and self.all2all.traits.batched:  # it brings rows for every slot
+            placement = placement.filled()
+        self.placement = placement
         self.listen = self.all2all.listen
         where = own.dtype, self.device
         how: dict[str, Any] = {"dbo": self.dbo, "group": own.group, "quantization": stored}
         self.experts_backend = resolve_experts(own.experts_backend, self.config, self.all2all, *where, **how)
+        if own.enable_eplb and own.experts_backend == "auto" and self.experts_backend == "packed":
+            self.experts_backend = "grouped"  # only oneDNN knows the other's layout, so it cannot move
         blocks = resolve_fp8_blocks(self.experts_backend, self.config, stored, *where, dbo=self.dbo)
         if num_experts:
             verifies = own.num_speculative_tokens > 0
             check_schedules(self.dbo, self.all2all, self.experts_backend, self.device, verifies=verifies)
-        parallel = ExpertParallel(self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts)
+        loads = None if placement is None else ExpertLoads(placement.num_layers, num_experts, self.device)
+        parallel = ExpertParallel(
+            self.all2all, self.experts_backend, self.tensor_parallel, blocks.experts, loads, placement
+        )
         checkpoint.projection_block = blocks.projections
         kept = own.kept if self.device.type == "cpu" else None
         given = {"all2all": self.all2all, "tensor_parallel": self.tensor_parallel, "group": own.group, "link": own.link}
@@ -126,10 +149,13 @@ class ModelRunner(StepRunner):
                 self.model = kind.load(self.config, checkpoint, parallel).eval()
                 log_projections(checkpoint)
                 self.draft = None if own.draft is None else load_draft(own.draft.algorithm, own.draft.path, self)
-                loaded = self.model, self.draft
+                loaded = self.model, self.draft, loads
                 if kept is not None:
                     loaded = kept.keep(loaded, given)
-            self.model, self.draft = loaded
+            self.model, self.draft, self.expert_loads = loaded
+            if own.enable_eplb:
+                moved = self.placement, own.group, self.device, own.eplb_config
+                self.mover = make_mover(self.model, *moved, link=own.link, streams=own.streams)
 
     def _size_cache(self, checkpoint: Checkpoint) -> None:
         """Make the pool of states, then the KV cache, in the room that is given or left."""
@@ -194,6 +220,25 @@ class ModelRunner(StepRunner):
             steps.drop()
         self._beside.clear()
         del self.kv_cache, self.attention, self.graphs, self.proposer
+
+    def clear_expert_loads(self) -> None:
+        """Forget the experts' loads: what ran so far was a warm-up."""
+        if self.expert_loads is not None:
+            with self.streams.forward():
+                self.expert_loads.clear()
+
+    def copy_expert_loads(self) -> HostCopy:
+        """Start a copy of `ExpertLoads.counts` after the steps launched so far.
+
+        `HostCopy.wait` has the copy; once `HostCopy.done`, without waiting.
+
+        Raises:
+            ConfigError: the experts of this model are not counted, or it has none (`expert_loads` is None).
+        """
+        if self.expert_loads is None:
+            raise ConfigError(f"{self.model_path} has no experts that are counted.")
+        with self.streams.forward():
+            return to_host(self.expert_loads.snapshot())
 
     def statistics(self) -> UBatchStatistics:
         """How often steps overlapped, and why not when they did not."""

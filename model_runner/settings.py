@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,8 @@ import torch
 from model_runner.speculation.accept import Acceptance
 from model_runner.weights.kept import KeptStart
 from model_runner.weights.weight_pass import Progress
-from moe import EmulatedLink
+from moe import EmulatedLink, ExpertPlacement
+from moe.balance import EplbConfig
 from ubatch import CommGroup, ConfigError, CUDAGraphMode, GraphBackend, UBatchConfig, Verify, nearest
 from ubatch.streams import StreamBackend
 
@@ -116,6 +117,10 @@ class ModelSettings:
         all2all_backend: how tokens reach their experts; `auto` and None choose, see `model_runner.parallel.transport`.
         all2all_options: its options; those left out are derived from `max_num_seqs`, `max_num_batched_tokens` and
             `num_speculative_tokens`.
+        enable_eplb: experts can move between the ranks while steps run (`ModelRunner.mover`).
+        eplb_config: how the load of experts is balanced.
+        placement: which expert every slot holds; by default the order of their ids, with the redundant experts of
+            `eplb_config` behind them.
         dbo: when and how to overlap; its `group` is set to the runner's. None for the defaults.
         dbo_kinds: `decode`, `prefill`, `verify`: steps that overlap only if running steps show that it pays; the
             thresholds of the others are obeyed. See `StepSettings`; `step_settings.policy` has the result.
@@ -139,6 +144,9 @@ class ModelSettings:
     tensor_parallel_size: int = 1
     all2all_backend: str | None = None
     all2all_options: Mapping[str, object] | None = None
+    enable_eplb: bool = False
+    eplb_config: EplbConfig = field(default_factory=EplbConfig)
+    placement: ExpertPlacement | None = None
     dbo: UBatchConfig | None = None
     dbo_kinds: Sequence[str] = ()
     attention_backend: str = "auto"

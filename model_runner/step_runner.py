@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from model_runner.auto.step_settings import Proposal, StepSettings
+from model_runner.balance import Mover
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.graphs.runner_graphs import CapturingRunner
@@ -36,6 +37,7 @@ from model_runner.step.dp import content_of, coordinate_batch_across_dp
 from model_runner.step.request import ScheduledRequest
 from model_runner.step.request_memory import RequestMemory
 from model_runner.step.step import Step
+from moe import ExpertPlacement
 from ubatch import ForwardMode, SplitCost, UBatchWrapper
 from ubatch.streams import to_device
 from ubatch.wrapper import run_decided
@@ -48,6 +50,8 @@ class StepRunner(CapturingRunner, RequestMemory):
     split_cost: SplitCost
     draft: DraftNetwork | None
     proposer: DraftProposer | None
+    placement: ExpertPlacement | None
+    mover: Mover | None = None
     _voted_at: float | None = None
 
     def set_observer(self, observer: StepObserver | None) -> None:
@@ -134,9 +138,13 @@ class StepRunner(CapturingRunner, RequestMemory):
             "graph_mode": 0 if graphs is None else graphs.offer(step),
             "content": content_of(step.shares) if size > 1 else 0,
             "period_us": 0 if voted_at is None else int((now - voted_at) * 1e6),
+            "moving": 0 if self.mover is None else self.mover.tell(),
         }
         dbo, cost = self.dbo if dbo is None else dbo, self.split_cost
         step = coordinate_batch_across_dp(dbo, step, self.group, size, cost, no_gain=no_gain, told=told, **numbers)
+        if self.mover is not None and step.decision is not None:
+            self.mover.heard(step.decision.moving)
+            self.placement = self.mover.placement
         return step if graphs is None else graphs.agree(step)
 
     def run(

@@ -10,8 +10,9 @@
     cpu_linear        a linear layer on the faster of two CPU libraries
     gpu_linear        a linear layer with weights in fp8
     grouped_linear    linear layers of all experts in one call, in C
-    placement         which experts a rank holds
-    balance/          load of the experts, and better placements (numpy only)
+    placement         which experts a rank holds, in which slots
+    expert_map        from experts to slots, and the load of every expert
+    balance/          load of the experts over time, and better placements (numpy only)
     segments          sums and offsets of consecutive rows
     expert_parallel   replaces the MoE blocks of a Hugging Face model
     transformers_parallel   carries the tokens of a model that transformers itself shards
@@ -36,6 +37,7 @@ from moe.all2all.registry import (
 )
 from moe.all2all.traits import All2AllTraits
 from moe.cpu_linear import PackedLinear, linear, packing_pays
+from moe.expert_map import ExpertLoads, ExpertMap
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, FusedExperts, SignallingExperts
 from moe.experts.fastest import ExpertsNeeds, ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
@@ -76,6 +78,8 @@ __all__ = [
     "ClampedSwiGLU",
     "Dispatched",
     "EmulatedLink",
+    "ExpertLoads",
+    "ExpertMap",
     "ExpertParallelMoE",
     "ExpertPlacement",
     "Experts",

@@ -81,6 +81,11 @@ class GroupedLinear:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _kernel=_kernel(state["dtype"]))
 
+    @property
+    def packed(self) -> Tensor:
+        """`[experts, ...]`: all there is of the weights, in the kernel's layout."""
+        return self._packed
+
     def __call__(self, x: Tensor, first_row: Tensor, source: Tensor | None = None, *, first_expert: int = 0) -> Tensor:
         """Multiply the rows of every expert by its weight. The arguments are not checked.
 

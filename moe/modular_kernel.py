@@ -60,6 +60,7 @@ from moe.all2all.base import All2All
 from moe.all2all.chunks import blocks_of
 from moe.all2all.layouts import BatchedDispatch, Dispatched
 from moe.all2all.traits import All2AllTraits
+from moe.expert_map import ExpertMap, LayerLoad, map_and_count
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, SignallingExperts
 from moe.schedule_checks import check_schedule, check_signalled_experts
 from ubatch import (
@@ -83,8 +84,10 @@ class FusedMoEModularKernel(nn.Module):
 
     Args:
         all2all: carries tokens to experts and back.
-        experts: those of this rank.
+        experts: those of this rank, in its first slots; the others are idle.
         shared_experts: applied to every token in addition to the routed ones, `[T, H] -> [T, H]`.
+        expert_map: the slots of the layer's experts; None if every expert is in the slot of its number.
+        load: gets the number of tokens of every expert; None if nobody wants it.
 
     Raises:
         ConfigError: `all2all` is no `All2All`, or sends other tokens here than `experts` are for, or
@@ -93,13 +96,23 @@ class FusedMoEModularKernel(nn.Module):
     Source: vLLM's `FusedMoEModularKernel` and its `MLP_SHARED_OVERLAP` schedule; SGLang's two-batch operations.
     """
 
-    def __init__(self, all2all: All2All[Any], experts: Experts, shared_experts: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        all2all: All2All[Any],
+        experts: Experts,
+        shared_experts: nn.Module | None = None,
+        *,
+        expert_map: ExpertMap | None = None,
+        load: LayerLoad | None = None,
+    ) -> None:
         super().__init__()
         all2all = adopt(all2all)
-        if experts.expert_range != all2all.experts:
+        held, slots = experts.expert_range, all2all.experts
+        if held.start != slots.start or len(held) > len(slots) or (all2all.traits.batched and held != slots):
+            batches = " in batches, one for each" if all2all.traits.batched else ""
             raise ConfigError(
-                f"the experts hold {experts.expert_range}, but the all2all back end sends this rank the tokens of "
-                f"{all2all.experts}. Slice the weights by local_experts()."
+                f"the experts hold {held}, but the all2all back end sends this rank the tokens of {slots}{batches}. "
+                "Slice the weights by local_experts(), or by ExpertPlacement.held()."
             )
         if all2all.traits.batched and not isinstance(experts, BatchedExperts):
             raise ConfigError(
@@ -109,6 +122,8 @@ class FusedMoEModularKernel(nn.Module):
         self.all2all = all2all
         self.experts = experts
         self.shared_experts = shared_experts
+        self.expert_map = expert_map
+        self.load = load
         self._usable: tuple[Schedule | None, All2AllTraits | None] = (None, None)  # checked last
 
     def forward(self, hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
@@ -117,7 +132,7 @@ class FusedMoEModularKernel(nn.Module):
         Args:
             hidden_states: `[T, H]`, floating; T may be 0 and differ between ranks.
             topk_weights: `[T, k]` float32.
-            topk_ids: `[T, k]` int64, global expert ids; -1 for no expert (padding: `mask_padding`).
+            topk_ids: `[T, k]` int64, expert ids as the router gives them; -1 for no expert (padding: `mask_padding`).
 
         Returns:
             `[T, H]`, dtype of `hidden_states`.
@@ -131,6 +146,8 @@ class FusedMoEModularKernel(nn.Module):
         self._check(hidden_states, topk_weights, topk_ids, schedule)
         if capturing():
             self._check_capturable()
+        if self.expert_map is not None or self.load is not None:
+            topk_ids = map_and_count(topk_ids, self.expert_map, self.load)
         first, others = (hidden_states, topk_weights, topk_ids), []
         if self.all2all.traits.max_tokens is not None:
             first, *others = self._pieces(*first, self.all2all.traits.max_tokens)
@@ -228,8 +245,9 @@ class FusedMoEModularKernel(nn.Module):
     def _in_blocks(self, received: _Received) -> _InBlocks:
         """The same, but the rows that a block of experts has completed are sent while the next block is computed."""
         rows, experts = cast(Dispatched[Any], received), cast(BlockwiseExperts, self.experts)  # see `_check`
-        combine = self.all2all.combine_blocks(rows.handle)
-        sums = experts.run_blocks(rows.hidden_states, rows.topk_ids, rows.topk_weights, combine.blocks, rows.scales)
+        combine, held = self.all2all.combine_blocks(rows.handle), len(self.experts.expert_range)
+        blocks = [range(min(block.start, held), min(block.stop, held)) for block in combine.blocks]  # no idle slots
+        sums = experts.run_blocks(rows.hidden_states, rows.topk_ids, rows.topk_weights, blocks, rows.scales)
         transfers = []
         for y in sums:
             dbo_maybe_run_recv_hook()

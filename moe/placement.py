@@ -10,10 +10,11 @@ many slots as experts, each in its own.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ IDLE = -1
 MOST_ROWS = 64
 """The most rows of a dispatch table."""
 _KEYS = ("num_experts", "ranks", "layers")
+_SGLANG_KEY = "physical_to_logical_map"
 _MOST_IN_FILE = 2**18
 """The most values in a placement's file."""
 
@@ -79,7 +81,7 @@ def block_of(slots: Tensor, blocks: Sequence[range]) -> Tensor:
     return block
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ExpertPlacement:
     """Which expert every slot holds, in every MoE layer.
 
@@ -144,8 +146,19 @@ class ExpertPlacement:
             start += size
         return cls(np.tile(one.reshape(1, -1), (num_layers, 1)), num_experts, num_ranks)
 
+    def filled(self) -> ExpertPlacement:
+        """The placement without idle slots: each gets a replica of an expert of other ranks with few replicas."""
+        experts, each = self.experts.copy(), self.slots_per_rank
+        for layer, slot in np.argwhere(experts == IDLE):
+            row = experts[layer]
+            own = row[slot // each * each : slot]
+            counts = count_replicas(row[None], self.num_experts)[0]
+            counts[own[own != IDLE]] += self.num_slots  # only if the rank has all experts
+            row[slot] = counts.argmin()
+        return replace(self, experts=experts)
+
     @classmethod
-    def load(cls, path: str | Path) -> ExpertPlacement:
+    def load(cls, path: str | Path, num_ranks: int | None = None) -> ExpertPlacement:
         """Read a placement from a file that `save` wrote: JSON if its name ends in `.json`, else YAML.
 
             num_experts: 3
@@ -154,12 +167,20 @@ class ExpertPlacement:
             - [0, 1, 2, -1]
             - [2, 1, 0, 1]
 
+        Or one of SGLang's (`--init-expert-location`): JSON with `physical_to_logical_map`, which are the layers.
+
+        Args:
+            num_ranks: ranks of a file that does not name them, as SGLang's.
+
         Raises:
             ConfigError: the file cannot be read, or does not hold a placement.
         """
         path = Path(path)
         values = _read_json(path) if path.suffix == ".json" else read_yaml(path, _MOST_IN_FILE)
         try:
+            if _SGLANG_KEY in values and num_ranks is not None:
+                experts = _rows(values[_SGLANG_KEY])
+                return cls(experts, int(experts.max(initial=0)) + 1, num_ranks)
             named = named_values(values, _KEYS)
             missing = [name for name in _KEYS if name not in named]
             if missing:
@@ -269,6 +290,14 @@ class ExpertPlacement:
             return NotImplemented
         same = (self.num_experts, self.num_ranks) == (other.num_experts, other.num_ranks)
         return same and np.array_equal(self.experts, other.experts)
+
+    def __repr__(self) -> str:
+        """Short, and different for different placements: nodes and kept models compare it."""
+        digest = hashlib.sha256(self.experts.tobytes()).hexdigest()[:16]
+        return (
+            f"ExpertPlacement({self.num_experts} experts of {self.num_layers} layers in {self.num_slots} slots of "
+            f"{self.num_ranks} ranks, SHA-256 {digest})"
+        )
 
     def __hash__(self) -> int:
         return hash((self.experts.tobytes(), self.num_experts, self.num_ranks))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serving.balance import ExpertBalance
 from serving.engine.offline import EngineThread
 from serving.offline.engine_args import EngineArgs
 from serving.offline.front import AnyParams, check_request
@@ -142,6 +143,10 @@ class AsyncLLM:
     def get_metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
         return read_metrics(self.statistics)
+
+    def expert_balance(self) -> ExpertBalance | None:
+        """See `LLM.expert_balance`."""
+        return self._engine.balance() if self._closing.alive else None
 
     @property
     def errored(self) -> bool:

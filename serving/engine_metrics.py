@@ -1,4 +1,5 @@
-"""Metrics of the engines together, read at the scrape: their KV caches, and how often they were started again."""
+"""Metrics of the engines together, read at the scrape: their KV caches, how often they were started again, and how
+evenly they share the experts' load."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from moe.balance import LoadKind
+from serving.balance import ExpertBalance
 from serving.metrics import Family
 
 CACHE_SETTINGS = {
@@ -84,6 +87,42 @@ def show_restarts(registry: CollectorRegistry, model_name: str, engines: Restart
         )
         poisonous.add_metric([model_name], engines.poisonous)
         yield from (restarts, paused, resumed, poisonous)
+
+    registry.register(_Read(read))
+
+
+def show_balance(registry: CollectorRegistry, model_name: str, balance: Callable[[], ExpertBalance | None]) -> None:
+    """Put the metrics of the experts' load over the last window of steps into a registry.
+
+    Args:
+        model_name: the label that every metric has.
+        balance: returns the load; None if there is none. Nothing is shown of ranks that share no experts.
+    """
+
+    def read() -> Iterator[Family]:
+        evenness = GaugeMetricFamily(
+            "ubatch:eplb_balancedness",
+            "Mean over maximum of the tokens that the ranks' experts computed in the last window of steps, by the kind "
+            "of step, in the worst MoE layer and as the mean over layers; 1 is perfect.",
+            labels=["model_name", "kind", "layer"],
+        )
+        tokens = GaugeMetricFamily(
+            "ubatch:eplb_rank_tokens",
+            "Tokens that a rank's experts computed in the last window of steps, all MoE layers together.",
+            labels=["model_name", "kind", "rank"],
+        )
+        steps = GaugeMetricFamily("ubatch:eplb_window_steps", "Steps in that window so far.", labels=["model_name"])
+        found = balance()
+        if found is None or found.placement.num_ranks == 1:
+            return
+        for kind in LoadKind:
+            of_layers = found.balancedness(kind)
+            evenness.add_metric([model_name, kind, "worst"], of_layers.min())
+            evenness.add_metric([model_name, kind, "mean"], of_layers.mean())
+            for rank, count in enumerate(found.rank_tokens(kind).sum(axis=0)):
+                tokens.add_metric([model_name, kind, str(rank)], count)
+        steps.add_metric([model_name], found.window.steps)
+        yield from (evenness, tokens, steps)
 
     registry.register(_Read(read))
 

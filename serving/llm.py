@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from tqdm import tqdm
 
 from model_runner import RequestError
+from serving.balance import ExpertBalance
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.offline.conversations import ChatOptions, Message, conversation_text, conversations_in
 from serving.offline.engine_args import EngineArgs
@@ -260,6 +261,12 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """The same as `Counter`, `Gauge`, `Histogram` and `Vector` of `serving.offline`, named as in `/metrics`."""
         return read_metrics(self.statistics)
+
+    def expert_balance(self) -> ExpertBalance | None:
+        """The experts' load over the last 1,000 steps, as last reported, and how evenly the ranks share it; None for a
+        dense model, and once closed."""
+        with self._one_at_a_time:
+            return None if self._engine is None else self._engine.balance()
 
     @property
     def memory(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from serving.balance import ExpertBalance
 from serving.engine.offline import OfflineEngine, RequestFailed, make_offline_engine
 from serving.offline.engine_args import EngineArgs
 from serving.offline.front import AnyParams, check_request
@@ -139,6 +140,10 @@ class LLMEngine:
     def get_metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
         return read_metrics(self._engine.statistics()) if self._closing.alive else []
+
+    def expert_balance(self) -> ExpertBalance | None:
+        """See `LLM.expert_balance`."""
+        return self._engine.balance() if self._closing.alive else None
 
     def close(self) -> None:
         """Free the model, and end the ranks' processes."""

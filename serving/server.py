@@ -43,7 +43,7 @@ from serving.engine.client import EngineClient
 from serving.engine.launch import EngineMain
 from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
-from serving.engine_metrics import show_cache, show_restarts
+from serving.engine_metrics import show_balance, show_cache, show_restarts
 from serving.generation_config import request_defaults
 from serving.logs import log_event
 from serving.metrics import make_registry
@@ -192,6 +192,7 @@ class _Serve:
             cache = {name: setting.value for name, setting in self.settings.all.items()}
             show_cache(registry, cache, lambda: client.info.num_kv_blocks)
             show_restarts(registry, self.names[0], client)
+            show_balance(registry, self.names[0], lambda: client.balance)
             self._around = partial(self._around, count=HttpMetrics(registry).count)
             service = Service(
                 client,

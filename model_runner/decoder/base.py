@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from attention import AttentionPlan, AttentionShape, GatedDeltaShape, HybridPlan, MLAPlan, MLAShape
@@ -14,7 +15,7 @@ from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.tokenizer_end import tokenizer_end_tokens
 from model_runner.weights.weights import Checkpoint
-from moe import All2All
+from moe import All2All, ExpertLoads, ExpertMap, ExpertPlacement
 from ubatch import ConfigError, get_forward_context
 
 
@@ -74,6 +75,11 @@ class ModelConfig:
         return None
 
     @property
+    def moe_layers(self) -> Sequence[int]:
+        """Numbers of the layers with routed experts. A family that does not say has no counted loads."""
+        return ()
+
+    @property
     def biased_experts(self) -> bool:
         """Whether the routed experts have biases, or another activation than SwiGLU."""
         return False
@@ -127,12 +133,37 @@ class ExpertParallel:
         experts: name of the experts' back end; with `native`, the layers' other weights are packed, too.
         tensor: the ranks that share attention and dense MLPs; None if this rank has them whole.
         fp8_block: experts stored in fp8 with a scale per such block stay so; None if all weights are dequantised.
+        loads: counts the tokens of every expert; None for a network whose load nobody wants.
+        placement: which expert every slot of the transport holds; None if slots are experts.
     """
 
     all2all: All2All[Any]
     experts: str = "grouped"
     tensor: TensorParallel | None = None
     fp8_block: tuple[int, int] | None = None
+    loads: ExpertLoads | None = None
+    placement: ExpertPlacement | None = None
+
+    def held(self, moe_layer: int) -> list[int]:
+        """The experts in this rank's slots.
+
+        Args:
+            moe_layer: the layer's number among those with experts.
+        """
+        if self.placement is None:
+            return list(self.all2all.experts)
+        held: list[int] = self.placement.held(moe_layer, self._rank).tolist()
+        return held
+
+    def expert_map(self, moe_layer: int, device: torch.device) -> ExpertMap | None:
+        """The slots of a layer's experts, on `device`; None if slots are experts."""
+        if self.placement is None or self.placement.is_plain(moe_layer):
+            return None
+        return ExpertMap(self.placement.dispatch_table(moe_layer, self._rank), device)
+
+    @property
+    def _rank(self) -> int:
+        return self.all2all.experts.start // len(self.all2all.experts)
 
     @property
     def shard(self) -> Shard:

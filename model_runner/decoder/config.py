@@ -146,6 +146,11 @@ class DecoderConfig(ModelConfig):
         return None if all_sparse else self.intermediate_size
 
     @property
+    def moe_layers(self) -> Sequence[int]:
+        """See `ModelConfig`."""
+        return () if self.moe is None else sorted(self.moe.layers)
+
+    @property
     def biased_experts(self) -> bool:
         """See `ModelConfig`."""
         return self.moe is not None and self.moe.clamped is not None

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from attention import RopeTable
 from model_runner.decoder.rope import Rotation
-from ubatch import current_schedule
+from ubatch import ForwardMode, current_schedule, get_forward_context
 from ubatch.kernels import Rebinds, Recording
 from ubatch.process import beat
 from ubatch.trace import current_trace
@@ -37,7 +37,7 @@ _RECORDED_AT = 3
 MOST_BYTES = 1 << 27
 """Most memory that the recordings of a model keep; the least recently used ones go."""
 
-_Key = tuple[int, int, int, int]
+_Key = tuple[int, int, int, int, ForwardMode | None]
 
 _Rotary = Sequence[Rotation | RopeTable]
 """A step's rotations: one, or one for each kind of layer."""
@@ -99,8 +99,8 @@ class RepeatedLayers:
 
     def __init__(self, layers: Layers, modules: Callable[[], Iterable[nn.Module]]) -> None:
         self._layers, self._modules = layers, modules
-        # By rows, compute threads, thread (scratch memory belongs to the one that recorded) and schedule, in the order
-        # of use.
+        # By rows, compute threads, thread (scratch memory belongs to the one that recorded), schedule and mode (whose
+        # load the experts count), in the order of use.
         self._recorded: dict[_Key, _Recorded] = {}
         self._seen: Counter[_Key] = Counter()
         self._least_bytes = 0.0  # of a row, as far as known
@@ -111,7 +111,9 @@ class RepeatedLayers:
         """See `Layers`."""
         rows = hidden.shape[0]
         if isinstance(num_tokens, int) and num_tokens == rows:
-            key = (rows, torch.get_num_threads(), threading.get_ident(), current_schedule().fingerprint)
+            context = get_forward_context()
+            mode = None if context is None else context.mode
+            key = (rows, torch.get_num_threads(), threading.get_ident(), current_schedule().fingerprint, mode)
             if not self._refused and _repeats(plan, rotary, rows):
                 recorded = self._recorded.pop(key, None)
                 if recorded is not None and recorded.valid(rotary):

@@ -5,8 +5,9 @@ The modular kernel runs the shared experts while tokens are being transferred.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,20 +51,24 @@ class SparseMLP(nn.Module):
             name, of_result = f"{prefix}.{names.shared}", f"{block}.{names.shared_gate}" if moe.shared_gate else None
             sizes = hidden_size, moe.shared_intermediate_size
             shared = GatedMLP(checkpoint, name, *sizes, fused=names.shared_fused, gate=of_result)
-        first = parallel.all2all.experts.start
-        held = Part(first, len(parallel.all2all.experts), num_experts)
+        all2all, moe_layer = parallel.all2all, config.moe_layers.index(layer) if layer in config.moe_layers else 0
+        held = parallel.held(moe_layer)
+        expert_map = parallel.expert_map(moe_layer, checkpoint.device)
+        load = None if parallel.loads is None else parallel.loads.of_layer(moe_layer)
 
         def make_kernel() -> None:  # needs the weights: a back end may pack or reorder them
             given = weights if moe.clamped is None else _untransposed(weights, moe.clamped)
-            experts = make_experts(parallel.experts, first_expert=first, num_experts=num_experts, **given)
+            first, num_slots = all2all.experts.start, all2all.num_experts
+            experts = make_experts(parallel.experts, first_expert=first, num_experts=num_slots, **given)
             weights.clear()
-            self.kernel = FusedMoEModularKernel(parallel.all2all, experts, shared)
+            self.kernel = FusedMoEModularKernel(all2all, experts, shared, expert_map=expert_map, load=load)
 
         with checkpoint.once_read(make_kernel):
             if moe.clamped is not None:
-                weights = _load_transposed(checkpoint, f"{block}.experts", held, hidden_size, moe.intermediate_size)
+                parts = _parts(held, num_experts)
+                weights = _load_transposed(checkpoint, f"{block}.experts", parts, hidden_size, moe.intermediate_size)
             else:
-                weights = _load_experts(checkpoint, block, held, hidden_size, moe, parallel.fp8_block)
+                weights = _load_experts(checkpoint, block, held, num_experts, hidden_size, moe, parallel.fp8_block)
 
     def forward(self, x: Tensor, num_tokens: int | Tensor) -> Tensor:
         """`[T, hidden_size]` to the same shape; rows from `num_tokens` on are padding and visit no routed expert."""
@@ -74,8 +79,14 @@ class SparseMLP(nn.Module):
         return self.kernel(x, topk_weights, topk_ids)
 
 
+def _parts(held: Sequence[int], num_experts: int) -> list[Part]:
+    """The experts, in their order, as parts of a tensor of all experts: each run of consecutive ones is a part."""
+    starts = [index for index, expert in enumerate(held) if not index or expert != held[index - 1] + 1]
+    return [Part(held[start], stop - start, num_experts) for start, stop in pairwise([*starts, len(held)])]
+
+
 def _load_transposed(
-    checkpoint: Checkpoint, prefix: str, held: Part, hidden_size: int, intermediate_size: int
+    checkpoint: Checkpoint, prefix: str, held: Sequence[Part], hidden_size: int, intermediate_size: int
 ) -> dict[str, Any]:
     """gpt-oss's tensors of all experts: weights `[experts, in, out]` and biases; gates and ups take turns."""
     columns = 2 * intermediate_size
@@ -85,7 +96,12 @@ def _load_transposed(
         "b13": ("gate_up_proj_bias", (columns,)),
         "b2": ("down_proj_bias", (hidden_size,)),
     }
-    return {key: checkpoint.load(f"{prefix}.{name}", held, *shape) for key, (name, shape) in shapes.items()}
+    return {key: _load_held(checkpoint, f"{prefix}.{name}", held, *shape) for key, (name, shape) in shapes.items()}
+
+
+def _load_held(checkpoint: Checkpoint, name: str, held: Sequence[Part], *shape: int) -> Tensor:
+    """These experts of a tensor of all experts."""
+    return checkpoint.load_fused([(name, part) for part in held], *shape)
 
 
 def _untransposed(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> dict[str, Any]:
@@ -99,7 +115,13 @@ def _untransposed(weights: Mapping[str, Tensor], activation: ClampedSwiGLU) -> d
 
 
 def _load_experts(
-    checkpoint: Checkpoint, prefix: str, held: Part, hidden_size: int, moe: MoEConfig, block: tuple[int, int] | None
+    checkpoint: Checkpoint,
+    prefix: str,
+    held: Sequence[int],
+    num_experts: int,
+    hidden_size: int,
+    moe: MoEConfig,
+    block: tuple[int, int] | None,
 ) -> dict[str, Any]:
     """`w13` `[experts held, 2 * intermediate, hidden]`, gate first, and `w2` `[experts held, hidden, intermediate]`.
 
@@ -108,17 +130,18 @@ def _load_experts(
     names, intermediate_size = moe.names, moe.intermediate_size
     gate_up, down = names.stacked or ("experts.gate_up_proj", "experts.down_proj")
     if names.stacked or f"{prefix}.{gate_up}" in checkpoint.names:  # all experts in one tensor, in this layout
-        w13 = checkpoint.load(f"{prefix}.{gate_up}", held, 2 * intermediate_size, hidden_size)
-        return {"w13": w13, "w2": checkpoint.load(f"{prefix}.{down}", held, hidden_size, intermediate_size)}
-    kinds, experts = (names.gate, names.up, names.down), range(held.start, held.start + held.size)
-    tensors = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in experts]
+        parts = _parts(held, num_experts)
+        w13 = _load_held(checkpoint, f"{prefix}.{gate_up}", parts, 2 * intermediate_size, hidden_size)
+        return {"w13": w13, "w2": _load_held(checkpoint, f"{prefix}.{down}", parts, hidden_size, intermediate_size)}
+    kinds = names.gate, names.up, names.down
+    tensors = [tuple(f"{prefix}.experts.{expert}.{kind}.weight" for kind in kinds) for expert in held]
     if block is not None:
         fp8 = load_fp8_experts(checkpoint, tensors, block, hidden_size, intermediate_size)
         if fp8 is not None:
             return {**fp8, "dtype": checkpoint.dtype}
     dtype, device = checkpoint.dtype, checkpoint.device
-    w13 = torch.empty(held.size, 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
-    w2 = torch.empty(held.size, hidden_size, intermediate_size, dtype=dtype, device=device)
+    w13 = torch.empty(len(held), 2 * intermediate_size, hidden_size, dtype=dtype, device=device)
+    w2 = torch.empty(len(held), hidden_size, intermediate_size, dtype=dtype, device=device)
     for own, first, second in zip(tensors, w13, w2, strict=True):
         for name, place in zip(own, (*first.chunk(2), second), strict=True):
             checkpoint.load_into(name, place)

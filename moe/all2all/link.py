@@ -7,17 +7,23 @@ link would deliver it. The link is full duplex and carries one transfer at a tim
     finish = start + latency + bytes / bandwidth
     the transfer arrives at the later of its send's and its receive's finish
 
+What travels beside the steps (`beside`), such as weights of experts, gives way: it is sent in packets, one at a time,
+while the direction is free. A transfer waits for the packet that is on its way, and for no other.
+
 Waiting is sleeping: the emulated wire costs no CPU, as a network card's would not. Each rank reckons with its own
 launch times; that a peer launched late shows through the real transfer underneath.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TypeVar
 
 from ubatch import ConfigError, LinkTime, Transfer
@@ -47,13 +53,62 @@ class LinkStatistics:
         return max(self.send_busy_s, self.receive_busy_s)
 
 
+_PACKET_BYTES = 16 << 10
+"""Of what gives way. A network card would interleave smaller ones."""
+
+
+class BesideWork:
+    """Bytes that cross the link beside its transfers; see `ubatch.ranks.connection.Work`."""
+
+    def __init__(self, link: EmulatedLink, left_s: Sequence[float]) -> None:
+        self._link = link
+        self.launched = link.now()
+        self.left_s = list(left_s)
+        self.arrives = self.launched
+
+    def is_completed(self) -> bool:
+        """Whether the last packet has arrived."""
+        self._link.go_on()
+        return not any(self.left_s) and self._link.now() >= self.arrives
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the last packet has arrived; False if it has not within `timeout`."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+        while not self.is_completed():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+
+_LOOK_S = 0.001
+
+
 @dataclass
 class _Direction:
-    """One direction of the link. `free_at` moves on with every transfer; the rest counts since the last reset."""
+    """One direction of the link. `free_at` moves on with every transfer and packet; `beside` are those whose packets
+    have not all been sent, in order; the rest counts since the last reset."""
 
+    number: int
     free_at: float = 0.0
     num_bytes: int = 0
     busy_s: float = 0.0
+    beside: deque[BesideWork] = field(default_factory=deque)
+
+    def go_on(self, now: float, packet_s: float, latency_s: float) -> None:
+        """Send the packets that began before `now`, in the time in which no transfer was on its way."""
+        while self.beside:
+            first = self.beside[0]
+            start = max(self.free_at, first.launched)
+            if start >= now:
+                return
+            left = first.left_s[self.number]
+            took = min(left, math.ceil((now - start) / packet_s) * packet_s) if packet_s else left
+            self.free_at = start + took
+            first.left_s[self.number] = left - took
+            if took == left:
+                first.arrives = max(first.arrives, self.free_at + latency_s)
+                self.beside.popleft()
 
     def occupy(self, now: float, num_bytes: int, duration_s: float) -> tuple[float, float]:
         """Reserve `duration_s` from the time at which the direction is free; returns start and finish."""
@@ -89,8 +144,7 @@ class EmulatedLink:
         self.bytes_per_s = bytes_per_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._send = _Direction()
-        self._receive = _Direction()
+        self._send, self._receive = _Direction(0), _Direction(1)
         self._transfers = 0
         self._at_once = False
 
@@ -114,6 +168,7 @@ class EmulatedLink:
         """
         with self._lock:
             now = self._clock()
+            self._go_on(now)
             directions, sizes = (self._send, self._receive), (transfer.bytes_sent, transfer.bytes_received)
             durations = [self.latency_s + size / self.bytes_per_s if size else 0.0 for size in sizes]
             if self._at_once and any(sizes):
@@ -133,6 +188,29 @@ class EmulatedLink:
                 transfer.delay_until(finish, started=start, link=LinkTime(*durations))
         return transfer
 
+    def beside(self, bytes_sent: int, bytes_received: int) -> BesideWork:
+        """Put bytes on the link that give way to all transfers, also to later ones. Statistics do not count them."""
+        sizes = (0, 0) if self._at_once else (bytes_sent, bytes_received)
+        work = BesideWork(self, [size / self.bytes_per_s for size in sizes])
+        with self._lock:
+            for direction in (self._send, self._receive):
+                if work.left_s[direction.number]:
+                    direction.beside.append(work)
+        return work
+
+    def now(self) -> float:
+        """The link's time, seconds."""
+        return self._clock()
+
+    def go_on(self) -> None:
+        """Send the packets of what gives way that have begun by now."""
+        with self._lock:
+            self._go_on(self._clock())
+
+    def _go_on(self, now: float) -> None:
+        for direction in (self._send, self._receive):
+            direction.go_on(now, _PACKET_BYTES / self.bytes_per_s, self.latency_s)
+
     def signal(self, transfer: Transfer[T]) -> Transfer[T]:
         """Put a few bytes for the host, such as counts, on the link: they pay the latency alone.
 
@@ -151,8 +229,8 @@ class EmulatedLink:
         """Count from zero again; returns what was counted until now. Transfers under way are not disturbed."""
         with self._lock:
             past = self._read()
-            self._send = _Direction(self._send.free_at)
-            self._receive = _Direction(self._receive.free_at)
+            for direction in (self._send, self._receive):
+                direction.num_bytes, direction.busy_s = 0, 0.0
             self._transfers = 0
         return past
 

@@ -91,7 +91,9 @@ def write_loads(path: str | Path, loads: npt.NDArray[np.generic]) -> None:
     path = Path(path)
     check_load_suffix(path)
     if path.suffix == ".json":
-        write_whole(path, json.dumps(loads.tolist(), separators=(",", ":")))
+        # Step by step: `json` keeps other threads from running, and all steps of a large model take it a second.
+        steps = (json.dumps(step.tolist(), separators=(",", ":")) for step in loads)
+        write_whole(path, f"[{','.join(steps)}]")
     else:
         buffer = io.BytesIO()
         np.save(buffer, loads, allow_pickle=False)

@@ -226,6 +226,15 @@ class FusedExperts(nn.Module):
         """`hidden_states` in the experts' dtype, for experts that do not take fp8 themselves."""
         return hidden_states if scales is None else dequantize_blocks(hidden_states, scales, self.dtype)
 
+    def slot_tensors(self) -> Sequence[Tensor]:
+        """Everything that these experts compute with, each `[E_local, ...]` and contiguous: one row per expert, whose
+        bytes may be changed between steps, in the order of the device's stream.
+
+        Raises:
+            ConfigError: the weights are kept in a layout that is not known.
+        """
+        return [*self.parameters(), *self.buffers()]
+
     def extra_repr(self) -> str:
         """Shown by `print(model)`."""
         held = self.expert_range

@@ -26,6 +26,7 @@ class Flag:
         has_off: a switch also has a `--no-` flag, which turns it off.
         many: the flag takes any number of words.
         adds: given again, the flag adds a value; of any other the last value counts.
+        dotted: `--flag.key value` gives one entry of a mapping, as `--flag '{"key": value}'` does.
         secret: a wrong value is not shown.
     """
 
@@ -37,6 +38,7 @@ class Flag:
     has_off: bool = True
     many: bool = False
     adds: bool = False
+    dotted: bool = False
     secret: bool = False
 
 

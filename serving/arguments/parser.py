@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -70,7 +72,7 @@ def parse(
     fields = _fields_of(groups)
     parser = _make_parser(groups, program, description)
     try:
-        found, rest = parser.parse_known_args([_in_kebab_case(word) for word in words])
+        found, rest = parser.parse_known_args(_without_dots(fields, [_in_kebab_case(word) for word in words]))
     except argparse.ArgumentError as error:
         raise ConfigError(_wrong_count(parser, error)) from None
     if found.help:
@@ -94,6 +96,29 @@ def nearest_flag(unknown: str, known: Iterable[str]) -> str:
 def _in_kebab_case(word: str) -> str:
     flag, equals, value = word.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") and " " not in flag else word
+
+
+def _without_dots(fields: Sequence[_Field], words: Sequence[str]) -> list[str]:
+    """`--flag.key value` and `--flag.key=value` as `--flag {"key": value}`; a value that is no JSON is text.
+
+    Raises:
+        ConfigError: a value is missing.
+    """
+    flags = {each.label for each in fields if each.flag.dotted}
+    found, rest = [], iter(words)
+    for word in rest:
+        flag, dot, entry = word.partition(".")
+        if not dot or flag not in flags:
+            found.append(word)
+            continue
+        key, equals, text = entry.partition("=")
+        value = text if equals else next(rest, "--")
+        if value.startswith("--"):
+            raise ConfigError(f"{flag}.{key} needs a value.")
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+        found += [flag, json.dumps({key: value})]
+    return found
 
 
 def _wrong_count(parser: argparse.ArgumentParser, error: argparse.ArgumentError) -> str:

@@ -26,6 +26,8 @@ from pathlib import Path
 import msgspec
 
 from model_runner import FinishReason, RequestError, fresh_seed
+from moe import ExpertPlacement
+from serving.balance import Balancer, ExpertBalance, LoadBook
 from serving.engine.blame import Blame
 from serving.engine.launch import EngineMain, require_descriptors
 from serving.engine.options import EngineOptions
@@ -75,9 +77,13 @@ class EngineClient:
     Attributes:
         resumed: requests that went on after a restart, each time counted.
         poisonous: requests that were ended because they killed an engine while they ran alone.
+        loads: load of the experts; None for a dense model, and before the engines are ready.
+        balancer: decides when experts move; None where they stay.
     """
 
     info: EngineInfo
+    loads: LoadBook | None = None
+    balancer: Balancer | None = None
 
     def __init__(self, options: EngineOptions, engine_main: EngineMain = run_engine) -> None:
         self.options = options
@@ -91,6 +97,7 @@ class EngineClient:
         self._profiles = Profiles(options)
         self._runs = EngineRuns(options, engine_main, self)
         self._closing = False
+        self._load_file: asyncio.Task[None] | None = None
 
     # -- start and end ------------------------------------------------------------------------------------------
 
@@ -119,7 +126,12 @@ class EngineClient:
     async def _end(self, timeout_s: float) -> None:
         self._closing = True
         self._fail_all(partial(EngineDead, "the engines were closed."))
+        if self.balancer is not None:
+            self.balancer.close()
         await self._runs.close(timeout_s)
+        if self._load_file is not None and self.loads is not None and self.loads.file is not None:
+            self.loads.file.end()
+            await self._load_file
         for future in (self._died, self._finished):
             future.cancel()
 
@@ -239,6 +251,11 @@ class EngineClient:
         return self._runs.restarts
 
     @property
+    def balance(self) -> ExpertBalance | None:
+        """The experts' load over the last steps; None for a dense model."""
+        return None if self.loads is None else self.loads.balance()
+
+    @property
     def num_waiting(self) -> int:
         """Requests that do not run yet, on all ranks, including those sent but not yet received."""
         return self._router.num_waiting
@@ -308,12 +325,20 @@ class EngineClient:
     def heard(self, message: wire.FromEngine) -> None:
         """See `runs.Owner`."""
         match message:
-            case wire.Outputs() | wire.Refused() if not self._runs.serves:
+            case wire.Outputs() | wire.Loads() | wire.Moved() | wire.Refused() if not self._runs.serves:
                 pass  # of a run that has failed: what it says is generated again
             case wire.Outputs():
                 self._router.deliver(message)
                 if self._suspects.watching:
                     self._watch(message.outputs)
+            case wire.Loads(rank, steps):
+                if self.loads is not None:
+                    self.loads.add(rank, steps, message.counts(self.loads.experts))
+                if self.balancer is not None:
+                    self.balancer.counted(rank, steps)
+            case wire.Moved(_, number, layers, num_bytes, over, failure):
+                if self.balancer is not None:
+                    self.balancer.moved(number, layers, num_bytes, failure, over=over)
             case wire.Refused(_, request_id, kind, text, param):
                 stream = self._abort(request_id)  # it may run: only its output was too long
                 if stream is not None:
@@ -333,6 +358,27 @@ class EngineClient:
         if any(told):
             self._begin_held()
 
+    def _open_loads(self) -> None:
+        """Begin a book of the experts' load; engines that were started again go on with it."""
+        first, options = self._runs.run.ready[0], self.options
+        placement = first.placement(options.expert_ranks)
+        if self.loads is None and placement is not None:
+            self.loads = LoadBook(placement, options.expert_load_out, options.eplb_config.window_size)
+            if self.loads.file is not None:
+                self._load_file = asyncio.create_task(self.loads.file.keep())
+            if options.enable_eplb:
+                link = None if options.emulated_link is None else options.emulated_link[1] * 1e6
+                how = first.expert_bytes, link, options.nnodes
+                self.balancer = Balancer(options.eplb_config, self.loads, self._move, *how)
+        elif self.balancer is not None:
+            self.balancer.restarted()
+
+    def _move(self, number: int, placement: ExpertPlacement, layers: Sequence[int]) -> None:
+        """Tell all ranks to move experts, and wake them: they move while they have nothing else to do, too."""
+        self._epoch += 1
+        self._send_each(wire.Rearrange.of(number, placement, layers))
+        self._send_each(wire.Wake(self._epoch))
+
     def _make_info(self) -> EngineInfo:
         ready = [self._runs.run.ready[rank] for rank in sorted(self._runs.run.ready)]
         memory = "\n".join(f"{self.options.describe_rank(each.rank)}: {each.memory}" for each in ready)
@@ -345,6 +391,8 @@ class EngineClient:
     def interrupted(self) -> None:
         """See `runs.Owner`."""
         self._router.hold_all()
+        if self.balancer is not None:
+            self.balancer.interrupted()
         self._profiles.fail(partial(EngineRestarting, "engines have failed, and are started again.", retry_after_s=1.0))
 
     def blamed(self, blame: Blame, error: EngineDead) -> bool:
@@ -357,6 +405,7 @@ class EngineClient:
     def serving(self) -> None:
         """See `runs.Owner`."""
         self.info = self._make_info()
+        self._open_loads()
         self._begin_held()
 
     def given_up(self, error: EngineDead) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from attention import KVCacheExhausted
 from model_runner import RequestError
+from serving.balance import ExpertBalance, LoadBook
 from serving.engine.client import EngineClient, EngineInfo
 from serving.engine.options import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
@@ -49,6 +50,10 @@ class InProcessEngine:
             memory = f"rank 0: {describe_memory(self._runner)}"
             vocab_size, blocks = self._runner.config.vocab_size, (self._runner.allocator.num_blocks,)
             self.info = EngineInfo(options.scheduler.max_model_len, vocab_size, memory, blocks)
+            self._loads = None
+            if self._core.loads is not None:
+                window = options.eplb_config.window_size
+                self._loads = LoadBook(self._core.loads.placement, options.expert_load_out, window)
         except BaseException:
             self._runner.close()
             raise
@@ -76,6 +81,7 @@ class InProcessEngine:
             for request_id in running:
                 self.abort(request_id)
             self._core.drain()
+            self._take_loads()
 
     def add(self, request: RequestInput) -> None:
         """Add a request, which `step` serves.
@@ -97,7 +103,23 @@ class InProcessEngine:
                 self._core.admit(request_id)
             except (RequestError, KVCacheExhausted) as error:
                 raise RequestFailed(request_id) from error
-        return self._core.step()
+        outputs = self._core.step()
+        self._take_loads()
+        return outputs
+
+    def _take_loads(self, *, now: bool = False) -> None:
+        """Put what has been counted into the book: what is due, or with `now` all."""
+        if self._loads is None or self._core.loads is None:
+            return
+        for news in self._core.loads.news(now=now):
+            self._loads.add(0, *news)
+        if self._loads.file is not None:
+            self._loads.file.tick()
+
+    def balance(self) -> ExpertBalance | None:
+        """The experts' load over the last steps, as last reported; None for a dense model."""
+        self._take_loads(now=True)
+        return None if self._loads is None else self._loads.balance()
 
     def abort(self, request_id: str) -> None:
         """End a request; does nothing to one that has ended."""
@@ -121,6 +143,9 @@ class InProcessEngine:
 
     def close(self) -> None:
         """End the engines, and free the model."""
+        self._take_loads(now=True)
+        if self._loads is not None and self._loads.file is not None:
+            self._loads.file.write()
         self._core.close()
         self._runner.close()
 
@@ -189,6 +214,14 @@ class EngineThread:
             ended.wait()
             raise
         return tasks[0].result()
+
+    def balance(self) -> ExpertBalance | None:
+        """See `InProcessEngine`."""
+
+        async def read() -> ExpertBalance | None:
+            return self.client.balance
+
+        return self.call(read())
 
     def _stop_loop(self) -> None:
         self.call(self._loop.shutdown_default_executor())

@@ -49,6 +49,7 @@ class EngineOptions(ModelSettings):
         moe_backend: `experts_backend` of `ModelRunner`.
         overlap_schedule: schedule the next step while the current one runs; None: on a GPU only.
         profile_folder: where profiles are written; None for a new temporary folder.
+        expert_load_out: file that the experts' load is written to, now and then and at the end; None for none.
         restarts: how often engines that have failed are started again; never, by default.
         log_level: of the rank's own log, as in `serving.logs`; None leaves logging unchanged.
         nnodes: number of nodes (machines).
@@ -72,6 +73,7 @@ class EngineOptions(ModelSettings):
     device: str = "cpu"
     overlap_schedule: bool | None = None
     profile_folder: Path | None = None
+    expert_load_out: Path | None = None
     restarts: RestartLimits = field(default_factory=RestartLimits)
     log_level: str | None = None
     nnodes: int = 1
@@ -103,6 +105,11 @@ class EngineOptions(ModelSettings):
         if self.tensor_parallel_size == 1:
             return f"rank {rank}"
         return f"rank {rank} (DP {self.dp_rank(rank)}, TP {self.tp_rank(rank)})"
+
+    @property
+    def expert_ranks(self) -> int:
+        """How many processes share the experts."""
+        return self.world_size if self.enable_expert_parallel else 1
 
     @property
     def step_size(self) -> int:

@@ -105,6 +105,8 @@ class EngineArgs:
     cudagraph_capture_sizes: Sequence[int] | None = None
     max_cudagraph_capture_size: int | None = None
     enforce_eager: bool = False
+    # The experts' load.
+    expert_load_out: str | Path | None = None
     # Engines that have failed.
     max_engine_restarts: int | None = None
     engine_restart_window_s: float = 600.0

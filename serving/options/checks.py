@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from model_runner import ModelConfig, check_tensor_parallel
-from model_runner.parallel import LOCAL, check_schedules_by_name
+from model_runner.parallel import LOCAL, check_schedules_by_name, read_placement
 from model_runner.settings import beyond_full_attention
 from moe import check_all2all_options
+from moe.balance import EplbConfig
+from serving.balance import check_load_out
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server
 from serving.options.flags.turn_flags import Turns
@@ -26,7 +29,7 @@ _MOST_NODES = 4096
 
 def check_alone(settings: Settings) -> None:
     """Check the settings that need neither the checkpoint nor the machine."""
-    checks = (_model, _overlap, _parallelism, _nodes, _memory, _graphs, check_speculation)
+    checks = (_model, _overlap, _parallelism, _nodes, _memory, _graphs, _load_out, check_speculation)
     for message in chain.from_iterable(check(settings) for check in checks):
         raise ConfigError(message)
 
@@ -39,6 +42,24 @@ def check_sizes(settings: Settings, model: ModelConfig) -> None:
     """
     for message in _shares(settings, model):
         raise ConfigError(message)
+
+
+def place_experts(settings: Settings, model: ModelConfig) -> Settings:
+    """Settings with the placement that `init_expert_location` names.
+
+    Raises:
+        ConfigError: the file cannot be read, or is for other experts or ranks.
+    """
+    path = settings["init_expert_location"]
+    if path is None or not model.num_experts:
+        return settings
+    try:
+        redundant = EplbConfig.of(settings["eplb_config"] or {}).num_redundant_experts
+        ranks = _num_processes(settings)
+        placement = read_placement(path, model.num_experts, model.num_layers, model.moe_layers, ranks, redundant)
+    except ConfigError as error:
+        raise ConfigError(f"{settings.spell('init_expert_location')}: {error}") from error
+    return replace(settings, placement=placement)
 
 
 def check_with_model(settings: Settings, model: ModelConfig, gpus: int) -> None:
@@ -102,6 +123,7 @@ def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
     if s["allowed_origins"] is None:
         yield ("allowed_methods", "allowed_headers", "allow_credentials"), "--allowed-origins: no browser may call"
     if s["node_rank"] > 0:
+        yield ("expert_load_out",), "the client: machine 0 (--node-rank 0) has it, and writes the load of all ranks"
         yield (
             [name for name in (*Server.model_fields, *Turns.model_fields) if name != "log_level"],
             "a server: machine 0 (--node-rank 0) has it",
@@ -149,6 +171,10 @@ _NO_EXCHANGE = {
 }
 
 
+_WITHOUT_MOVES = {"num_redundant_experts", "window_size"}
+"""Keys of `eplb_config` that count even if experts do not move."""
+
+
 def _parallelism(s: Settings) -> Iterator[str]:
     if s["enable_expert_parallel"]:
         if _num_processes(s) == 1:
@@ -158,10 +184,15 @@ def _parallelism(s: Settings) -> Iterator[str]:
             )
         if s["all2all_backend"] in _NO_EXCHANGE:
             yield f"{s.spell('all2all_backend')} {_NO_EXCHANGE[s['all2all_backend']]}"
+        idle = set(s["eplb_config"] or ()) - _WITHOUT_MOVES
+        if idle and not s["enable_eplb"]:
+            names = ", ".join(f"{s.spell('eplb_config')}.{name}" for name in sorted(idle))
+            yield f"{names}: only experts that move look at it. Add {s.spell('enable_eplb')}."
         return
-    for name in ("all2all_backend", "all2all_options"):
+    for name in ("all2all_backend", "all2all_options", "enable_eplb", "eplb_config", "init_expert_location"):
         if s[name]:
-            yield f"{s.spell(name)} needs --enable-expert-parallel; without it no token travels."
+            why = "no token travels" if name.startswith("all2all") else "every rank has all experts"
+            yield f"{s.spell(name)} needs --enable-expert-parallel; without it {why}."
     if s["emulated_link"] is not None and s["tensor_parallel_size"] == 1:
         yield (
             f"{s.spell('emulated_link')} needs --enable-expert-parallel, or --tensor-parallel-size 2 or more; without "
@@ -240,6 +271,14 @@ def _graphs(s: Settings) -> Iterator[str]:
         )
 
 
+def _load_out(s: Settings) -> Iterator[str]:
+    if s["expert_load_out"] is not None and s["node_rank"] == 0:
+        try:
+            check_load_out(s["expert_load_out"])
+        except ConfigError as error:
+            yield f"{s.spell('expert_load_out')} {error}"
+
+
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
@@ -259,11 +298,10 @@ def _shares(s: Settings, model: ModelConfig) -> Iterator[str]:
     ranks = _num_processes(s)
     if model.num_experts == 0:
         yield f"the checkpoint is a dense model, without experts that {s.spell('enable_expert_parallel')} could share."
-    elif model.num_experts % ranks:
-        both = f" times {s.spell('tensor_parallel_size')}" if s["tensor_parallel_size"] > 1 else ""
+    elif model.num_experts % ranks and not model.moe_layers:
         yield (
-            f"{s.spell('data_parallel_size')}{both} is {ranks}, but {model.num_experts} experts do not divide by that. "
-            "Use a number of ranks that divides them."
+            f"{_processes(s)}: {ranks} ranks, but {model.num_experts} experts do not divide by that, and the model's "
+            "family cannot place them otherwise (ModelConfig.moe_layers). Use a number of ranks that divides them."
         )
 
 
@@ -283,8 +321,9 @@ def _checkpoint(s: Settings, model: ModelConfig) -> Iterator[str]:
             f"{topk}, but {len(model.linear_layers)} layers have linear attention, whose states cannot follow a tree. "
             "Use 1."
         )
-    if model.num_experts == 0 and s["moe_backend"] != "auto":
-        yield f"{s.spell('moe_backend')} {s['moe_backend']}: the checkpoint is a dense model. Remove it."
+    for name in ("moe_backend", "expert_load_out"):
+        if model.num_experts == 0 and s[name] not in (None, "auto"):
+            yield f"{s.spell(name)} {s[name]}: the checkpoint is a dense model. Remove it."
 
 
 def _device(s: Settings, gpus: int) -> Iterator[str]:

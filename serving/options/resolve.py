@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from model_runner import CheckpointError
+from moe.balance import EplbConfig
 from serving.engine.options import EngineOptions, RestartLimits
 from serving.engine.rank.runner_setup import count_gpus, read_checkpoint
-from serving.options.checks import check_alone, check_sizes, check_with_model, notes
+from serving.options.checks import check_alone, check_sizes, check_with_model, notes, place_experts
 from serving.options.command_line import read_layers
 from serving.options.derived import derive
 from serving.options.flags.tables import SERVE, Table
@@ -99,6 +100,7 @@ def resolve_settings(
     if first is not None:
         settings = first(settings, gpus)
     check_sizes(settings, model)
+    settings = place_experts(settings, model)
     settings = derive(settings, model, stored, gpus)
     check_with_model(settings, model, gpus)
     check_draft_network(settings, model)
@@ -118,6 +120,8 @@ def to_engine_options(s: Settings) -> EngineOptions:
     engine = {
         **_of_same_name(EngineOptions, s),
         "model": s.folders["model"],
+        "eplb_config": EplbConfig.of(s["eplb_config"] or {}),
+        "placement": s.placement,
         "dbo": overlap_config(s),
         "dbo_kinds": measured_kinds(s),
         "scheduler": SchedulerConfig(**scheduler),

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from moe import ExpertPlacement
 from serving.arguments.fields import WrongValue, nearest_alone
 from serving.hub import Located
 from serving.options.flags.commands import COMMANDS
@@ -88,12 +89,14 @@ class Settings:
         table: the command's settings.
         notes: settings that were given but have no effect, one sentence each.
         located: setting that names a checkpoint -> where that checkpoint is on this machine.
+        placement: what the file of `init_expert_location` says; None without one.
     """
 
     all: Mapping[str, Setting]
     table: Table = SERVE
     notes: tuple[str, ...] = ()
     located: Mapping[str, Located] = field(default_factory=dict)
+    placement: ExpertPlacement | None = None
 
     @property
     def folders(self) -> Mapping[str, Path]:

@@ -10,9 +10,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from repository import TINY_MOE
+from torch import Tensor
 
 from model_runner import ModelRunner, PendingStep, Proposer, SamplingParams, Step
+from moe import ExpertMap, modular_kernel
+from moe.expert_map import LayerLoad
 from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.launch import EngineMain
@@ -25,7 +29,7 @@ from serving.engine.wire.rendezvous import Place
 from serving.processes import process_state
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
-from ubatch import UBatchConfig
+from ubatch import ForwardMode, UBatchConfig, get_forward_context
 
 POISON = 666
 """A step with this token fails, with `run_poisonable_engine`."""
@@ -109,6 +113,32 @@ def run_drowsy_engine(options: EngineOptions, rank: int, place: Place) -> None:
 
     EngineLink.send = send_and_sleep  # type: ignore[method-assign]
     run_engine(options, rank, place)
+
+
+def run_recounting_engine(options: EngineOptions, rank: int, place: Place) -> None:
+    """`run_engine`, which at its end writes `[2, L, E]` to the profiles' folder: every routed token, counted one layer
+    at a time by numpy, in prefill and in decode steps."""
+    counted: dict[int, np.ndarray] = {}
+    count, clear = modular_kernel.map_and_count, ModelRunner.clear_expert_loads
+
+    def recount(topk_ids: Tensor, expert_map: ExpertMap | None, load: LayerLoad | None) -> Tensor:
+        context = get_forward_context()
+        if load is not None and context is not None:
+            decodes = context.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+            of_layer = counted.setdefault(load[0].data_ptr(), np.zeros((2, len(load[0])), dtype=np.int64))
+            ids = topk_ids.numpy().ravel()
+            of_layer[int(decodes)] += np.bincount(ids[ids >= 0], minlength=len(load[0]))
+        return count(topk_ids, expert_map, load)
+
+    def forget(runner: ModelRunner) -> None:
+        counted.clear()
+        clear(runner)
+
+    modular_kernel.map_and_count = recount
+    ModelRunner.clear_expert_loads = forget  # type: ignore[method-assign]
+    run_engine(options, rank, place)
+    assert options.profile_folder is not None
+    np.save(options.profile_folder / f"recount-{rank}.npy", np.stack([counted[at] for at in sorted(counted)], axis=1))
 
 
 def exit_at_once(options: EngineOptions, rank: int, place: Place) -> None:

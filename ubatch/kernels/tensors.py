@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,14 +17,17 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def runs_in_c(x: Tensor, *others: Tensor) -> bool:
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+def runs_in_c(x: Tensor, *others: Tensor, dtypes: Sequence[torch.dtype] = _FLOATS) -> bool:
     """Whether a kernel in C may compute with these tensors in place of torch's operators.
 
-    They must be on the CPU, of one dtype, float32 or bfloat16. Torch computes if a gradient is wanted, if
+    They must be on the CPU, and of one of the dtypes. Torch computes if a gradient is wanted, if
     `torch.compile` traces, or if a `TorchDispatchMode` is active, which wants to see every operator.
     """
     dtype, wants_gradients = x.dtype, torch.is_grad_enabled()
-    if not (dtype is torch.bfloat16 or dtype is torch.float32) or why_not_c() is not None:
+    if dtype not in dtypes or why_not_c() is not None:
         return False
     own_modes = 0 if this_thread.recording is None else 1
     if torch._C._len_torch_dispatch_stack() > own_modes or torch.compiler.is_compiling():

@@ -9,6 +9,7 @@ near                  small messages between ranks of one machine
 transfer_times        when transfers were launched and arrived
 transfer              communication that was launched and can be waited for
 collectives           collectives that hand on while the data travels
+side_channel          transfers that no step waits for
 ways                  how rows travel over gloo: by their own sockets, or in one piece, or in two
 collective_gradients  their gradients
 launch_checks         checks before a collective is launched
@@ -24,6 +25,7 @@ from ubatch.ranks.group import check_group
 from ubatch.ranks.host_copy import CopiedWork
 from ubatch.ranks.launch_checks import check_launch
 from ubatch.ranks.long_calls import holding_gil, taking_long
+from ubatch.ranks.side_channel import SideChannel
 from ubatch.ranks.transfer import Queued
 from ubatch.ranks.transfer_times import Arrival, record_transfers
 
@@ -33,6 +35,7 @@ __all__ = [
     "Connection",
     "CopiedWork",
     "Queued",
+    "SideChannel",
     "check_group",
     "check_launch",
     "holding_gil",

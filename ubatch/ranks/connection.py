@@ -89,6 +89,7 @@ class Connection:
         self.longest_wait_s = 2 * timeout_s + _WAIT_SLACK_S
         self.broken: str | None = None
         self.order = LaunchOrder() if len(ranks) > 1 and os.environ.get(VARIABLE) == "1" else None
+        self._name, self._sides = name, 0
         self._store = store.part(name)
         self._dependents: weakref.WeakSet[Connection] = weakref.WeakSet()
         _let_go_of_expired()
@@ -108,6 +109,18 @@ class Connection:
         _connections.add(self)
         if torch.cuda.is_available() and self.is_stream_ordered(torch.device("cuda")):
             self.watch()
+
+    def make_side_pg(self) -> dist.ProcessGroup:
+        """Another CPU process group of the same ranks, whose transfers never get in the order of the steps' ones. Every
+        rank must call it, equally often.
+
+        Raises:
+            RuntimeError: the ranks did not connect within the time-out.
+        """
+        self._sides += 1
+        made = self._process_group("gloo", f"{self._name}/side/{self._sides}")
+        weakref.finalize(self, _keep, [made], self._transport_timeout_s)
+        return made
 
     def leading(self) -> AbstractContextManager[object]:
         """Make this the connection whose ranks take the current step together.

@@ -6,6 +6,7 @@ in a module global, because two lanes read it at once and must each see their ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -77,9 +78,8 @@ class ForwardContext:
 _forward_context: ContextVar[ForwardContext | None] = ContextVar("ubatch_forward_context", default=None)
 
 
-def get_forward_context() -> ForwardContext | None:
-    """The current forward context: the lane's own inside a lane, None outside any step."""
-    return _forward_context.get()
+get_forward_context: Callable[[], ForwardContext | None] = _forward_context.get
+"""Returns the current forward context: the lane's own inside a lane, None outside any step."""
 
 
 def set_forward_context(context: ForwardContext | None) -> AbstractContextManager[ForwardContext | None]:

@@ -82,7 +82,7 @@ MAX_LANES = 8
 """A vote has a fixed number of lane entries, so that ranks with different settings can decode each other's."""
 TOLD_WIDTH = 28
 """Entries of a vote for what a rank tells the others."""
-OFFER_WIDTH = 12 + MAX_LANES + TOLD_WIDTH
+OFFER_WIDTH = 13 + MAX_LANES + TOLD_WIDTH
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ class Offer:
         unproved: the step must be proved first (`ubatch.wrapping.proof`).
         prefill_tokens: how many of its tokens belong to prompts. This and the next are used to plan later steps.
         period_us: microseconds since its last vote; 0 if it was idle meanwhile.
+        moving: how far a change that all ranks make before the same step has come on this rank; the vote only carries
+            it. 0 if there is none.
         told: integers for the other ranks, at most `TOLD_WIDTH`.
 
     Raises:
@@ -121,6 +123,7 @@ class Offer:
     unproved: bool = False
     prefill_tokens: int = 0
     period_us: int = 0
+    moving: int = 0
     told: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -153,6 +156,7 @@ class Decision:
         prove: whether all ranks prove the step, because one still has to. Only if engaged.
         prefill_tokens: every rank's `Offer.prefill_tokens`.
         period_us: microseconds since the last vote, the largest of all ranks.
+        moving: every rank's `Offer.moving`.
         told: every rank's `Offer.told`.
     """
 
@@ -167,6 +171,7 @@ class Decision:
     prove: bool = False
     prefill_tokens: tuple[int, ...] = field(default=(), compare=False)
     period_us: int = field(default=0, compare=False)
+    moving: tuple[int, ...] = field(default=(), compare=False)
     told: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
@@ -236,6 +241,7 @@ def decide(offers: Sequence[Offer], rank: int = 0) -> Decision:
         prove=prove,
         prefill_tokens=tuple([offer.prefill_tokens for offer in offers]),
         period_us=max([offer.period_us for offer in offers]),
+        moving=tuple([offer.moving for offer in offers]),
         told=tuple([offer.told for offer in offers]),
     )
 
@@ -267,18 +273,19 @@ def encode_offer(offer: Offer) -> list[int]:
     """The offer as `OFFER_WIDTH` integers, for one small all-gather."""
     reason = _REASONS.index(offer.reason) + 1 if offer.reason is not None else 0
     prints = [offer.schedule, offer.mode, offer.graph_mode, int(offer.again), offer.content, int(offer.unproved)]
-    head = [int(offer.wish), offer.lanes, reason, *prints, offer.prefill_tokens, offer.period_us, len(offer.told)]
+    head = [int(offer.wish), offer.lanes, reason, *prints, offer.prefill_tokens, offer.period_us, offer.moving]
+    head.append(len(offer.told))
     return head + _padded(offer.tokens, MAX_LANES) + _padded(offer.told, TOLD_WIDTH)
 
 
 def decode_offer(row: Sequence[int]) -> Offer:
     """The inverse of `encode_offer`."""
     wish, lanes, reason, schedule, mode, graph_mode, again, content, unproved, *others = map(int, row)
-    prefill_tokens, period_us, told_width, *counts = others
+    prefill_tokens, period_us, moving, told_width, *counts = others
     tokens = tuple(counts[: 1 if wish == Wish.NO else lanes])
     why = _REASONS[reason - 1] if reason else None
     told = tuple(counts[MAX_LANES : MAX_LANES + told_width])
-    rest = bool(again), content, bool(unproved), prefill_tokens, period_us, told
+    rest = bool(again), content, bool(unproved), prefill_tokens, period_us, moving, told
     return Offer(Wish(wish), tokens, lanes, why, schedule, mode, graph_mode, *rest)
 
 

@@ -180,6 +180,7 @@ def write_chrome(
     notes: Mapping[int, Sequence[StepNote]] | None = None,
     measures: bool = True,
     clock: Clock | None = None,
+    extra: Mapping[int, Mapping[str, object]] | None = None,
     new: bool = False,
 ) -> None:
     """Write the traces of all ranks into one Chrome JSON file, which `read_chrome` reads, too.
@@ -190,6 +191,7 @@ def write_chrome(
         notes: rank to the notes of its steps.
         measures: True if a span is the time of the work itself, False if it is the time in which the host queued it.
         clock: of the machine that `traces` were recorded on; this one's by default.
+        extra: rank to what else was recorded, by name; anything that JSON can have.
         new: raise FileExistsError if the file exists.
     """
     notes = notes or {}
@@ -204,6 +206,7 @@ def write_chrome(
         "unix_s": origin + clock.offset_s,
         "measures": measures,
         "notes": {str(rank): [asdict(note) for note in notes.get(rank, ())] for rank in sorted(traces)},
+        "extra": {str(rank): own for rank, own in (extra or {}).items() if own},
     }
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {FILE_KEY: about}}
     write_whole(Path(path), json.dumps(document, separators=(",", ":")), new=new)

@@ -14,7 +14,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ class RankTrace:
         notes: one note per step.
         clock: its machine's clock.
         measures: True if a span is the time of the work itself, False if it is the time in which the host queued it.
+        extra: what else was recorded, by name.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class RankTrace:
     notes: tuple[StepNote, ...]
     clock: Clock
     measures: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_chrome(path: str | Path) -> list[RankTrace]:
@@ -62,7 +64,11 @@ def read_chrome(path: str | Path) -> list[RankTrace]:
         spans = _spans(document["traceEvents"], round(about["origin_s"] * 1e9))
         notes = {int(rank): tuple(StepNote(**note) for note in own) for rank, own in about["notes"].items()}
         measures = bool(about["measures"])
-        return [RankTrace(rank, tuple(spans.get(rank, ())), own, clock, measures) for rank, own in notes.items()]
+        extra = {int(rank): own for rank, own in about.get("extra", {}).items()}
+        return [
+            RankTrace(rank, tuple(spans.get(rank, ())), own, clock, measures, extra.get(rank, {}))
+            for rank, own in notes.items()
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} was not written by this version of ubatch: {error!r}. Record it again.") from error
 

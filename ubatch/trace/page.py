@@ -62,6 +62,7 @@ def write_html(
     notes: Mapping[int, Sequence[StepNote]] | None = None,
     remarks: Sequence[Remark] = (),
     table: Sequence[Sequence[str]] = (),
+    sections: Sequence[str] = (),
 ) -> None:
     """Write the traces of all ranks as a self-contained page.
 
@@ -78,6 +79,7 @@ def write_html(
         notes: rank to the notes of its steps.
         remarks: sentences about all steps.
         table: figures of all steps; the first row is the heading.
+        sections: more to show, as HTML; without `traces` there is nothing else below the facts.
 
     Raises:
         ConfigError: no span has this step.
@@ -88,6 +90,7 @@ def write_html(
         "facts": "".join(f"<div>{_tags('dt', name)}{_tags('dd', value)}</div>" for name, value in facts.items()),
         "remarks": "".join(map(_remark, remarks)),
         "table": f"<thead>{_rows('th', table[:1])}</thead><tbody>{_rows('td', table[1:])}</tbody>" if table else "",
+        "sections": "".join(f'<section class="card more">{section}</section>' for section in sections),
         # a "</script>" in a name must not end the element that holds the data
         "data": json.dumps(_data(traces, notes or {}, step), separators=(",", ":")).replace("<", "\\u003c"),
     }

@@ -5,6 +5,8 @@ With products this fast, torch's small operators would take a third of a decode 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,9 @@ class NativeExperts(RepackedExperts):
         del self.w13
         self._down = GroupedLinear(self.w2)
         del self.w2
+
+    def slot_tensors(self) -> Sequence[Tensor]:
+        return [*super().slot_tensors(), self._up.packed, self._down.packed]
 
     def forward(
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, scales: Tensor | None = None

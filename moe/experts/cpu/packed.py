@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from moe.cpu_linear import PackedLinear, kernel_rows
 from moe.experts.cpu.repacked import RepackedExperts
 from moe.experts.grouped import RowPlan
+from ubatch import ConfigError
 
 _CACHED_BYTES = 4 << 20  # bytes of all experts' rows that stay in the cache when written and read again
 
@@ -20,6 +23,17 @@ class PackedExperts(RepackedExperts):
         super().__init__(w13, w2, first_expert)
         self._packed = [(PackedLinear(up), PackedLinear(down)) for up, down in zip(self.w13, self.w2, strict=True)]
         del self.w13, self.w2
+
+    def slot_tensors(self) -> Sequence[Tensor]:
+        """Refused: only oneDNN knows the layout.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "experts back end 'packed' keeps weights in a layout that only oneDNN knows, so they cannot move between "
+            "ranks. Use 'native' or 'grouped'."
+        )
 
     def _run_experts(self, hidden_states: Tensor, plan: RowPlan, slots: range) -> Tensor:
         """See `GroupedExperts`. With few rows, gather and activation run once for all experts."""

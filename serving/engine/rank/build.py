@@ -12,15 +12,17 @@ from tqdm import tqdm
 from model_runner import ModelRunner, RunnerSettings, SamplingParams, generate
 from model_runner.weights import KeptStart, describe_files
 from moe import EmulatedLink
+from moe.balance import part_steps
 from serving.engine.kept import SharedMemory
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
+from serving.engine.rank.loads import LoadReporter
 from serving.engine.rank.runner_setup import WeightsBar
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
 from serving.structured.matcher import GrammarCompiler
 from serving.structured.tokenizer import load_grammar_tokenizer
-from ubatch import CapturedGraph, CommGroup, __version__
+from ubatch import CapturedGraph, CommGroup, ConfigError, __version__
 from ubatch.kernels import remember_choices
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +96,18 @@ def make_core(options: EngineOptions, runner: ModelRunner) -> EngineCore:
         grammars=GrammarCompiler(
             partial(load_grammar_tokenizer, options.model, runner.config.vocab_size, runner.config.eos_token_ids)
         ),
+        loads=_load_reporter(options, runner),
+        mover=runner.mover,
     )
+
+
+def _load_reporter(options: EngineOptions, runner: ModelRunner) -> LoadReporter | None:
+    if runner.expert_loads is not None and runner.placement is not None:
+        every = part_steps(options.eplb_config.window_size)
+        return LoadReporter(runner.copy_expert_loads, runner.placement, every)
+    if options.expert_load_out is not None:
+        raise ConfigError("expert_load_out: the load of this kind of model is not counted. Remove it.")
+    return None
 
 
 def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
@@ -113,6 +126,7 @@ def warm_up(options: EngineOptions, runner: ModelRunner) -> None:
     for length in warm_up_lengths(options):
         tokens = [0] * min(length, room)
         generate(runner, [tokens] if tokens else [], SamplingParams(max_tokens=2, ignore_eos=True))
+    runner.clear_expert_loads()
 
 
 def capture_graphs(runner: ModelRunner, *, show: bool = True) -> list[CapturedGraph]:

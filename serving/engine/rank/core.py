@@ -30,6 +30,8 @@ from operator import attrgetter
 from typing import Protocol, TypeAlias
 
 from model_runner import RequestError, Step, StepOutput, TokenGrammar
+from model_runner.balance import Mover
+from serving.engine.rank.loads import LoadReporter
 from serving.engine.rank.tracing import StepTracer
 from serving.engine.step_record import StepRecord
 from serving.requests import STEP_TOKENS, EngineStatistics, Observed, RequestInput, RequestOutput
@@ -110,8 +112,11 @@ class EngineCore:
         measure_overlap: trace some steps for the statistics; see `StepTracer`.
         decided: returns the decisions of `--enable-dbo`: kind of step -> text.
         grammars: makes the grammars of requests; None refuses these requests.
+        loads: tells the load of the experts; None for a dense model.
+        mover: moves experts between the ranks (`ModelRunner.mover`); None if they stay.
 
     Attributes:
+        loads, mover: as given.
         idle: whether the last step had no token on any rank; the same on all ranks. A request may have arrived since.
         record: where the requests of the steps that run are kept, if the rank may be started again.
     """
@@ -125,13 +130,17 @@ class EngineCore:
         measure_overlap: bool = True,
         decided: Callable[[], Mapping[str, str]] = dict,
         grammars: Grammars | None = None,
+        loads: LoadReporter | None = None,
+        mover: Mover | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.overlap_schedule = overlap_schedule
-        self.tracer = StepTracer(measures=measure_overlap)
+        self.tracer = StepTracer(measures=measure_overlap, loads=loads)
         self._decided = decided
         self._grammars = grammars
+        self.loads = loads
+        self.mover = mover
         self._held: dict[str, HeldRequest] = {}
         self._in_flight: tuple[LaunchedStep, Trace | None] | None = None
         self._steps: Counter[str] = Counter()
@@ -267,6 +276,8 @@ class EngineCore:
                 self.tracer.engaged(trace)
             if launched.step.shares:
                 self._step_tokens.add(launched.step.num_tokens)
+            if self.loads is not None:
+                self.loads.stepped()
         stuck = not launched.step.shares and self._in_flight is None and self.scheduler.has_work
         self._empty_steps = self._empty_steps + 1 if stuck else 0
         if self._empty_steps >= _EMPTY_STEPS:

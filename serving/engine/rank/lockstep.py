@@ -14,8 +14,8 @@ Each turn carries a checksum of the outputs of the leader's steps so far. A foll
 engine: ranks that disagree on the tokens would compute garbage. (The runner compares what is scheduled at every step;
 but in the overlapped loop that is before the host knows the last tokens.)
 
-A follower sends the client `Ready`, `Alive`, `Failed` and `ProfileWritten`, and nothing about requests. From the client
-it receives only `Shutdown`, for the case that its leader is dead.
+A follower sends the client `Ready`, `Alive`, `Loads`, `Failed` and `ProfileWritten`, and nothing about requests. From
+the client it receives only `Shutdown`, for the case that its leader is dead.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class FollowerLink(_TurnsLink):
     def send(self, message: wire.FromEngine) -> None:
         """See `Link`. Messages about requests are dropped: the leader sends them."""
         self._told = _with_outputs(self._told, message)
-        if isinstance(message, wire.Ready | wire.Alive | wire.Failed | wire.ProfileWritten):
+        if isinstance(message, wire.Ready | wire.Alive | wire.Failed | wire.Loads | wire.ProfileWritten):
             self._link.send(message)
 
     def receive(self, wait_s: float = 0.0) -> Iterator[wire.ToEngine]:

@@ -69,6 +69,8 @@ _LOOK_OUT_S = 1.0
 _BEATS_PER_TIMEOUT = 4
 _REPORT_S = 0.2
 """How often a rank whose steps give no output sends its statistics, in seconds."""
+_MOVE_S = 0.001
+"""How long a rank that only moves experts waits from step to step, in seconds."""
 _GRAMMAR_S = 0.005
 """How long a rank that has nothing but requests without their grammar waits before it reads messages, in seconds."""
 
@@ -121,7 +123,11 @@ def _serve(options: EngineOptions, rank: int, place: Place, run: Run, client: En
             log_event(_logger, "transport", way=way)
         log_event(_logger, "engine ready", memory=memory, overlap_schedule=options.overlaps_schedule)
         vocab_size, num_blocks = runner.config.vocab_size, runner.allocator.num_blocks
-        link.send(wire.Ready(rank, options.scheduler.max_model_len, vocab_size, memory, num_blocks))
+        experts = None if core.loads is None else core.loads.experts
+        slots = b"" if core.loads is None or rank else core.loads.placement.experts.tobytes()
+        moving = 0 if core.mover is None else core.mover.expert_bytes
+        length = options.scheduler.max_model_len
+        link.send(wire.Ready(rank, length, vocab_size, memory, num_blocks, experts, slots, moving))
         Engine(options, rank, core, runner.group, link).serve()
     link.close()
 
@@ -250,6 +256,7 @@ class Engine:
                 with self._group.step():
                     self._report(self.core.step())
                     pause = self.core.idle and self._all_may_pause(self._group)
+                self._tell_moves()
             else:
                 pause = not self.core.has_work
                 if not pause:
@@ -261,11 +268,28 @@ class Engine:
     def _all_may_pause(self, group: CommGroup) -> bool:
         """After an all-idle step: whether all ranks have seen the same epoch and none has work."""
         connection = group.usable_connection()
-        facts = torch.tensor([self._epoch, -self._epoch, int(self.core.has_work)])
+        facts = torch.tensor([self._epoch, -self._epoch, int(self.core.has_work or self._moving)])
         work = dist.all_reduce(facts, dist.ReduceOp.MAX, group=connection.vote_pg, async_op=True)
         connection.wait_for_works((work,), "pause")
         highest, lowest, busy = facts.tolist()
         return highest == -lowest and not busy
+
+    @property
+    def _moving(self) -> bool:
+        return self.core.mover is not None and self.core.mover.busy
+
+    def _tell_moves(self) -> None:
+        """Tell what has become of moves; without tokens, give them some time to travel."""
+        mover = self.core.mover
+        if mover is None:
+            return
+        for news in mover.take_news():
+            if self.core.loads is not None:
+                self.core.loads.placement = mover.placement
+            if self.rank == 0:
+                self._link.send(wire.Moved(0, news.number, news.layers, news.num_bytes, news.over, news.failure))
+        if self.core.idle and mover.busy:
+            time.sleep(_MOVE_S)
 
     def _pause(self) -> None:
         """Wait, without using the CPU, for the next request of this rank or of one that steps with it."""
@@ -306,6 +330,9 @@ class Engine:
                 self.core.abort(request_id)
             case wire.Wake(epoch):
                 self._epoch = epoch
+            case wire.Rearrange(number, layers):
+                if self.core.mover is not None:
+                    self.core.mover.begin(number, message.placement(self.core.mover.placement), layers)
             case wire.StartProfile():
                 self.core.tracer.start_profile()
             case wire.StopProfile(name):
@@ -332,7 +359,10 @@ class Engine:
             record.end_aside()
 
     def _report(self, outputs: Sequence[RequestOutput], *, at_once: bool = False) -> None:
-        """Send outputs and statistics. Without outputs: only with `at_once`, after a new message, or every 0.2 s."""
+        """Send outputs and statistics. Without outputs: only with `at_once`, after a new message, or every 0.2 s.
+        Before them the experts' load, if it is due, or with `at_once`."""
+        for steps, counts in () if self.core.loads is None else self.core.loads.news(now=at_once):
+            self._link.send(wire.Loads.of(self.rank, steps, counts))
         received, at = self._reported
         now = time.monotonic()
         if not (outputs or at_once or received != self._received or now - at > _REPORT_S):

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from moe.balance import Ints
+from serving.engine.rank.loads import LoadReporter
 from serving.logs import log_event
 from serving.requests import TracedTime
 from ubatch import Trace, summarise, tracing, write_chrome
@@ -20,6 +22,9 @@ MOST_SPANS = 1_000_000
 """A profile stops recording at this number of spans, some 200 MB: it may have been forgotten."""
 
 
+EXPERT_LOADS = "expert_loads"
+"""What a profile calls the experts' load in its time: `counts` `[2, L, E]`, the tokens that this rank's router has sent
+to each expert in prefill and in decode steps; and where they are, `slots` and `num_ranks` of `ExpertPlacement`."""
 TEMPORARY = "ubatch-profile-"
 """How the name of a folder begins that is made for one profile."""
 
@@ -40,13 +45,16 @@ class StepTracer:
     Args:
         measures: spans measure the work itself. On a GPU they measure only how long the host took to queue it: then
             there are profiles, but no statistics.
+        loads: tells the experts' load; a profile has that of its time. None for a dense model.
 
     Attributes:
         total: over the steps traced for the statistics. No step is added while a profile runs.
     """
 
-    def __init__(self, *, measures: bool = True) -> None:
+    def __init__(self, *, measures: bool = True, loads: LoadReporter | None = None) -> None:
         self.total = TracedTime()
+        self._loads = loads
+        self._loads_before: Ints | int = 0
         self._measures = measures
         self._untraced = 0
         self._profile: Trace | None = None
@@ -85,6 +93,7 @@ class StepTracer:
         if self._profile is not None:
             self._profile.clear()
         self._profile, self._full = Trace(), False
+        self._loads_before = 0 if self._loads is None else self._loads.total()
 
     def stop_profile(self, path: Path, rank: int) -> str | None:
         """Write the profile as a Chrome trace; returns None, or the reason why it was not written."""
@@ -93,7 +102,10 @@ class StepTracer:
             return "no profile was started."
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_chrome(path, {rank: trace.spans}, notes={rank: trace.notes}, measures=self._measures, new=True)
+            extra = {rank: self._loads_since()}
+            write_chrome(
+                path, {rank: trace.spans}, notes={rank: trace.notes}, measures=self._measures, extra=extra, new=True
+            )
         except OSError as error:
             return f"cannot write {path}: {error.strerror}; the {trace.step} steps that were recorded are lost."
         else:
@@ -101,6 +113,19 @@ class StepTracer:
             return None
         finally:
             trace.clear()  # the overlapped loop may still have to process a step that was recorded in it
+
+    def _loads_since(self) -> dict[str, object]:
+        """The experts' load since the profile was started."""
+        if self._loads is None:
+            return {}
+        placement, counts = self._loads.placement, self._loads.total() - self._loads_before
+        return {
+            EXPERT_LOADS: {
+                "counts": counts.tolist(),
+                "slots": placement.experts.tolist(),
+                "num_ranks": placement.num_ranks,
+            }
+        }
 
     def _trim(self, trace: Trace) -> None:
         trace.events.clear()  # only the simulator needs events; a profile has spans and notes

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from moe import ExpertPlacement
 from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.wire import messages as wire
 from ubatch import ConfigError
@@ -20,6 +21,7 @@ from ubatch import ConfigError
 _MAY_DIFFER = frozenset(
     {
         *("node_rank", "master_addr", "master_port", "cluster_secret_file", "log_level", "profile_folder"),
+        "expert_load_out",  # node 0 writes it
         *("model", "kv_cache_memory", "gpu_memory_utilization"),  # folders, and memory, are a machine's own
         *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "moe_backend"),
         *("group", "profile_ranges", "draft_model_path", "resume_timeout_s"),
@@ -28,6 +30,7 @@ _MAY_DIFFER = frozenset(
 _NESTED = {"dbo": "", "scheduler": "", "restarts": "", "speculation": "speculative_"}
 _FLAGS = {
     "num_ubatches": "ubatch_size",
+    "placement": "init_expert_location",
     "policy": "scheduling_policy",
     "speculative_topk": "speculative_eagle_topk",
     "speculative_acceptance": "speculative_accept",
@@ -107,9 +110,9 @@ def is_of_this_run(options: EngineOptions, sender: bytes, message: wire.FromEngi
             return node_rank in range(1, options.nnodes) and sender == node_identity(node_rank)
         case wire.Failed(rank):
             return rank in range(options.world_size)
-        case wire.Finished(rank):
+        case wire.Finished(rank) | wire.Moved(rank):
             return rank == 0 and sender == rank_identity(rank)
-        case wire.Ready(rank) | wire.Alive(rank) | wire.ProfileWritten(rank):
+        case wire.Ready(rank) | wire.Alive(rank) | wire.Loads(rank) | wire.ProfileWritten(rank):
             return rank in range(options.world_size) and sender == rank_identity(rank)
 
 
@@ -121,7 +124,7 @@ def _settings(options: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
         elif each.name == "job":
             yield from value.items()
         elif each.name not in _MAY_DIFFER:
-            yield prefix + each.name, value
+            yield prefix + each.name, str(value) if isinstance(value, ExpertPlacement) else value
 
 
 def _text(shape: Mapping[str, object], name: str) -> str:

@@ -1,7 +1,7 @@
 """The messages between the API process and the engines: tagged msgspec structs, in MessagePack.
 
-    to an engine      Add, Abort, Wake, StartProfile, StopProfile, Shutdown
-    from an engine    Ready, Alive, Outputs, Refused, Failed, ProfileWritten; Finished at the end of a job
+    to an engine      Add, Abort, Wake, Rearrange, StartProfile, StopProfile, Shutdown
+    from an engine    Ready, Alive, Outputs, Loads, Moved, Refused, Failed, ProfileWritten; Finished at the end of a job
     from a node       NodeAlive, NodeFound, and Failed for an engine of it that died
     to a follower     Turn, from the leader of its tensor-parallel group (see `lockstep`)
 
@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, CheckpointFileMissing, RequestError, TokenIds
+from moe import ExpertPlacement
+from moe.balance import Ints
 from serving.engine.restarts import RestartReason
 from serving.engine.step_record import InStep
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
@@ -56,6 +59,31 @@ class Wake(_Message, frozen=True):
     """Another rank got request number `epoch`: run steps together with it."""
 
     epoch: int
+
+
+class Rearrange(_Message, frozen=True):
+    """Move experts to another placement (`model_runner.balance`); all ranks get it, and a `Wake` behind it.
+
+    Attributes:
+        number: of the order, above those of earlier ones.
+        layers: the MoE layers that change, in the order in which they do.
+        slots: `[layers, R * S]` int64: the experts in their slots.
+    """
+
+    number: int
+    layers: Sequence[int]
+    slots: bytes
+
+    @classmethod
+    def of(cls, number: int, placement: ExpertPlacement, layers: Sequence[int]) -> Rearrange:
+        """The order to move these layers to a placement."""
+        return cls(number, list(layers), placement.experts[list(layers)].tobytes())
+
+    def placement(self, in_force: ExpertPlacement) -> ExpertPlacement:
+        """The placement to move to, from the one in force."""
+        experts = in_force.experts.copy()
+        experts[list(self.layers)] = np.frombuffer(self.slots, dtype=np.int64).reshape(len(self.layers), -1)
+        return ExpertPlacement(experts, in_force.num_experts, in_force.num_ranks)
 
 
 class StartProfile(_Message, frozen=True):
@@ -96,6 +124,10 @@ class Ready(_Message, frozen=True):
     Attributes:
         memory: memory held by the rank's KV cache and attention back ends, as text.
         num_kv_blocks: blocks of its KV cache.
+        experts: MoE layers, and experts of each; None for a dense model.
+        slots: `[L, R * S]` int64: the experts in the slots of all ranks, from rank 0; empty from others, and for a
+            dense model.
+        expert_bytes: of one expert in one layer, if experts can move; else 0.
     """
 
     rank: int
@@ -103,6 +135,20 @@ class Ready(_Message, frozen=True):
     vocab_size: int
     memory: str
     num_kv_blocks: int = 0
+    experts: tuple[int, int] | None = None
+    slots: bytes = b""
+    expert_bytes: int = 0
+
+    def placement(self, num_ranks: int) -> ExpertPlacement | None:
+        """Where experts are; None where it is not said.
+
+        Args:
+            num_ranks: ranks that share them.
+        """
+        if self.experts is None or not self.slots:
+            return None
+        num_layers, num_experts = self.experts
+        return ExpertPlacement(np.frombuffer(self.slots, np.int64).reshape(num_layers, -1), num_experts, num_ranks)
 
 
 class Alive(_Message, frozen=True):
@@ -128,6 +174,49 @@ class Outputs(_Message, frozen=True):
     received: int
     outputs: Sequence[RequestOutput]
     statistics: EngineStatistics
+
+
+class Loads(_Message, frozen=True):
+    """Load of the experts since the rank's last such message, of the tokens that it has itself.
+
+    Attributes:
+        steps: steps that it has run since, with tokens on any rank.
+        prefill, decode: `[L, E]` int64, the tokens of these kinds of steps; empty if there were none.
+    """
+
+    rank: int
+    steps: int
+    prefill: bytes
+    decode: bytes
+
+    @classmethod
+    def of(cls, rank: int, steps: int, counts: Ints) -> Loads:
+        """From counts `[2, L, E]`."""
+        prefill, decode = (kind.tobytes() if kind.any() else b"" for kind in counts)
+        return cls(rank, steps, prefill, decode)
+
+    def counts(self, experts: tuple[int, int]) -> Ints:
+        """`[2, L, E]`.
+
+        Args:
+            experts: as of `Ready`.
+        """
+        counts = np.zeros((2, *experts), dtype=np.int64)
+        for kind, told in zip(counts, (self.prefill, self.decode), strict=True):
+            if told:
+                kind[:] = np.frombuffer(told, dtype=np.int64).reshape(experts)
+        return counts
+
+
+class Moved(_Message, frozen=True):
+    """From rank 0: all ranks have switched layers of an order, or have ended it (`model_runner.MoveNews`)."""
+
+    rank: int
+    number: int
+    layers: Sequence[int]
+    num_bytes: int
+    over: bool
+    failure: str
 
 
 class Refused(_Message, frozen=True):
@@ -211,8 +300,10 @@ class NodeFound(_Message, frozen=True):
     ranks: Mapping[int, RankFound]
 
 
-ToEngine: TypeAlias = Add | Abort | Admit | Wake | StartProfile | StopProfile | Shutdown | NodeHeard
-FromEngine: TypeAlias = Ready | Alive | Outputs | Refused | Failed | Finished | ProfileWritten | NodeAlive | NodeFound
+ToEngine: TypeAlias = Add | Abort | Admit | Wake | Rearrange | StartProfile | StopProfile | Shutdown | NodeHeard
+FromEngine: TypeAlias = (
+    Ready | Alive | Outputs | Loads | Moved | Refused | Failed | Finished | ProfileWritten | NodeAlive | NodeFound
+)
 
 
 class Turn(_Message, frozen=True):

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from moe import experts_backends
-from ubatch import nearest
+from moe.balance import EplbConfig
+from ubatch import ConfigError, nearest
 from ubatch.errors import cut, shown
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -144,6 +145,26 @@ def _read_json(value: Any) -> Any:
 
 JsonMapping = Annotated[dict[str, Any] | None, BeforeValidator(_read_json)]
 """A mapping of anything; on the command line it is JSON."""
+
+
+def _read_balance(value: Any) -> Any:
+    """The given keys of an `EplbConfig`, checked; on the command line one JSON mapping, or one for every key."""
+    if value is None:
+        return None
+    given: dict[str, Any] = {}
+    for each in map(_read_json, value) if isinstance(value, list) else (value,):
+        if not isinstance(each, dict):
+            raise ValueError("it should be a mapping")
+        try:
+            EplbConfig.of(each)
+        except ConfigError as error:
+            raise ValueError(str(error).removesuffix(".")) from None
+        given = _in_snake_case([*given.items(), *each.items()])
+    return given
+
+
+Balance = Annotated[dict[str, Any] | None, BeforeValidator(_read_balance)]
+"""Keys of an `EplbConfig`."""
 
 
 def _read_list(value: Any) -> Any:

@@ -79,6 +79,10 @@ FOREIGN: Mapping[str, str] = {
     # kernels and graphs
     "moe_runner_backend": "--moe-backend",
     **dict.fromkeys(("attention_config", "ac"), "--attention-backend"),
+    "eplb_window_size": "--eplb-config.window_size",
+    "eplb_step_interval": "--eplb-config.step_interval",
+    "eplb_log_balancedness": "--eplb-config.log_balancedness",
+    **dict.fromkeys(("num_redundant_experts", "ep_num_redundant_experts"), "--eplb-config.num_redundant_experts"),
     "kernel_config": "--moe-backend and --attention-backend",
     "cuda_graph_max_bs": "--max-cudagraph-capture-size",
     "max_seq_len_to_capture": "--max-cudagraph-capture-size, which counts requests",

@@ -127,9 +127,8 @@ NOT_OFFERED: Mapping[str, str] = _each(
         "every process holds the whole context of its requests; leave it out": (
             "dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"
         ),
-        "experts stay on the ranks that they were loaded on, in equal shares; leave it out": (
-            "enable_eplb eplb_config expert_placement_strategy enable_elastic_ep num_redundant_experts "
-            "eplb_window_size eplb_step_interval eplb_log_balancedness"
+        "--init-expert-location places experts and --enable-eplb moves them, while the ranks stay the same; use these": (
+            "expert_placement_strategy enable_elastic_ep"
         ),
         "transfers between ranks are chosen by the device; leave it out": "disable_custom_all_reduce",
         "--moe-backend and --attention-backend choose kernels, the rest follows the device; use these": (

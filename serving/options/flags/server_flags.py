@@ -15,11 +15,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from attention import attention_backends
 from model_runner import DEFAULT_KV_CACHE_MEMORY, MAX_TOP_LOGPROBS
 from model_runner.parallel import AUTO
+from moe.balance import PARTS, WINDOW_SIZE, part_steps
 from serving.arguments.fields import Flag, Group
+from serving.balance.load_file import KEEP
 from serving.engine.options import RestartLimits
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
     ApiKey,
+    Balance,
     ExpertsName,
     JsonMapping,
     NamedValues,
@@ -87,6 +90,22 @@ class Parallelism(Group):
         Flag(metavar="NAME=VALUE ...", many=True, default="what --max-num-seqs and the other sizes of steps ask for"),
     ] = Field(None, description="its options, such as max_tokens_per_rank=256 use_fp8=true worst_case=true")
     moe_backend: ExpertsName = "auto"
+    enable_eplb: bool = Field(
+        False,
+        description="experts move between the ranks while they serve, beside the steps, so that the ranks have equal "
+        "loads",
+    )
+    eplb_config: Annotated[Balance, Flag(metavar="JSON", default="none", adds=True, dotted=True)] = Field(
+        None,
+        description="how the ranks' load of experts is balanced, or --eplb-config.KEY VALUE for each: "
+        "num_redundant_experts, slots beyond one for every expert; window_size, steps whose load is looked at; and "
+        "with --enable-eplb step_interval, steps from one plan to the next; balancedness_fall, by how much balancedness "
+        "falls for a plan before (0: never); move_bytes_per_step, most bytes that a rank sends in a step; "
+        "move_checksums; log_balancedness, and log_balancedness_interval, in steps",
+    )
+    init_expert_location: Annotated[
+        str | None, Flag(metavar="FILE|trivial", default="trivial: in the order of their ids")
+    ] = Field(None, min_length=1, description="YAML or JSON file with the expert in each slot of every MoE layer")
     emulated_link: Annotated[
         tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] | None,
         BeforeValidator(_read_link),
@@ -242,6 +261,16 @@ class Graphs(Group):
         None, description="largest of them; larger steps run eagerly"
     )
     enforce_eager: bool = Field(False, description="capture nothing, as --cudagraph-mode none")
+
+
+class Experts(Group):
+    """Which rank computes which experts, and their load: `/metrics` has it without any of these."""
+
+    expert_load_out: Annotated[Path | None, Flag(metavar="FILE", default="none")] = Field(
+        None,
+        description="write the load of every expert to this .npy or .json, now and then and at the end: "
+        f"[parts of {part_steps(WINDOW_SIZE)} steps, layers, experts], the last {PARTS * KEEP}; machine 0 writes it",
+    )
 
 
 class Restarts(Group):

@@ -1,6 +1,7 @@
 """`ubatch trace`: record steps of a running server or of a run here (`offline`), and explain them in words.
 
 record   one trace per rank: from a server's files, from files recorded earlier, or from ranks started here
+         (a file of the experts' load is shown as it is)
 merge    the traces onto one clock, with the same step numbers
 write    trace.json (Perfetto), trace.html (a page that needs no other files), summary.json (for scripts)
 print    a table, and the findings of the diagnosis
@@ -20,9 +21,11 @@ import httpx
 
 from serving.generate import print_notes
 from serving.options import TRACE, Layer, Settings, chosen_dtype, describe_settings, merge, read_layers
-from serving.options.sources import Source, settle_environment
+from serving.options.sources import Source, settle_environment, spelled_flag
 from serving.workbench.bench.statistics import columns
 from serving.workbench.tracing.diagnosis import diagnose
+from serving.workbench.tracing.expert_map import as_document
+from serving.workbench.tracing.experts import RecordedLoads, loads_of_file, loads_of_traces
 from serving.workbench.tracing.finding import Finding
 from serving.workbench.tracing.offline import OfflineRun, choose_run, pick_link, record, record_serial
 from serving.workbench.tracing.steps import Group, StepRecord, between_steps, group_steps, read_steps
@@ -37,9 +40,14 @@ class ServerRefused(UBatchError):
     """The server cannot be reached, or refuses to record."""
 
 
-_OF_SOURCE = {"--url": {"url", "seconds", "api_key", "out", "serial"}, "--files": {"files", "out", "serial"}}
-_OF_URL = {"seconds", "api_key"}
-_SOURCES = ("url", "files", "prompt")
+_OF_SOURCE = {
+    "--url": {"url", "seconds", "api_key", "out", "serial"},
+    "--files": {"files", "out", "serial"},
+    "--expert-loads": {"expert_loads", "ranks", "expert_placement", "out"},
+}
+_OF_OTHERS = {"seconds", "api_key", "ranks", "expert_placement"}
+"""What a run here does not have."""
+_SOURCES = ("url", "files", "expert_loads", "prompt")
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,8 @@ def run(command: TraceCommand) -> int:
         return 0
     chosen = () if command.run is None else chosen_dtype(command.settings)
     print_notes("ubatch trace", (*chosen, *command.notes))
+    if command.settings["expert_loads"] is not None:
+        return _show_loads(command.settings)
     recorded, serial = _record(command)
     ranks = merge_traces(recorded)
     steps = read_steps(ranks)
@@ -102,9 +112,12 @@ def run(command: TraceCommand) -> int:
     if not steps:
         print(_line(findings[0]))
         return 1
-    for path in _write(command, ranks, recorded, steps, findings):
+    loads = loads_of_traces(ranks)
+    for path in _write(command, ranks, recorded, steps, findings, loads):
         print(f"wrote {path}")
     print(columns(_table(steps), indent=0))
+    if loads is not None:
+        print(f"experts: {loads.sentence}.")
     for finding in findings:
         print(_line(finding))
     return 0
@@ -124,15 +137,17 @@ def _chosen_sources(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
 
 def _check(s: Settings, words: Layer) -> str:
     """Find the flag that says what to trace, and refuse other flags without effect (not a file's: it may be shared)."""
-    sources = {"--url": s["url"] is not None, "--files": bool(s["files"]), "--prompt": bool(s["prompt"])}
+    sources = {spelled_flag(name): bool(s[name]) for name in _SOURCES}
     chosen = [name for name, there in sources.items() if there]
     if not chosen:
-        raise ConfigError("give --url of a running server, --files, or a checkpoint and --prompt.")
+        raise ConfigError("give --url of a running server, --files, --expert-loads, or a checkpoint and --prompt.")
     source = chosen[0]
     allowed = _OF_SOURCE.get(source)
-    wrong = [name for name in words if (name in _OF_URL if allowed is None else name not in allowed)]
+    wrong = [name for name in words if (name in _OF_OTHERS if allowed is None else name not in allowed)]
     if wrong:
         raise ConfigError(f"{words[wrong[0]].spelled} has no effect with {source}. Remove it.")
+    if source == "--expert-loads" and s["ranks"] is None and s["expert_placement"] is None:
+        raise ConfigError("--expert-loads needs --ranks, or --expert-placement: which rank has which experts.")
     return source
 
 
@@ -221,6 +236,7 @@ def _write(
     recorded: Iterable[RankTrace],
     steps: Sequence[StepRecord],
     findings: Sequence[Finding],
+    loads: RecordedLoads | None,
 ) -> list[Path]:
     spans = {rank.rank: rank.spans for rank in ranks}
     notes = {rank.rank: rank.notes for rank in ranks}
@@ -233,7 +249,8 @@ def _write(
     paths = [out / name for name in ("trace.json", "trace.html", "summary.json")]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_chrome(paths[0], spans, notes=notes, measures=measures, clock=ranks[0].clock)
+        extra = {rank.rank: rank.extra for rank in ranks}
+        write_chrome(paths[0], spans, notes=notes, measures=measures, clock=ranks[0].clock, extra=extra)
         write_html(
             paths[1],
             spans,
@@ -242,16 +259,39 @@ def _write(
             notes=notes,
             remarks=[Remark(str(finding.kind), finding.text) for finding in findings],
             table=_table(steps),
+            sections=[] if loads is None else [loads.section()],
         )
-        summary = {
+        summary: dict[str, object] = {
             **facts,
             "groups": [asdict(group) for group in group_steps(steps)],
             "findings": [asdict(finding) for finding in findings],
+            **({} if loads is None else {"balancedness": loads.figures}),
         }
         paths[2].write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write to {out}: {error.strerror}. Choose another folder with --out.") from error
+        raise _cannot_write(out, error) from error
     return paths
+
+
+def _show_loads(s: Settings) -> int:
+    """Write the page of a file of loads."""
+    loads = loads_of_file(s["expert_loads"], s["ranks"], s["expert_placement"])
+    path, picture = (s["out"] / name for name in ("experts.html", "experts.svg"))
+    facts = {"source": str(s["expert_loads"]), "steps": str(len(loads.steps)), "tokens": f"{loads.steps.sum():,.0f}"}
+    if s["expert_placement"] is not None:
+        facts["placement"] = str(s["expert_placement"])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_html(path, {}, title="expert load", summary=facts, sections=[loads.section()])
+        picture.write_text(as_document(loads.picture()), encoding="utf-8")
+    except OSError as error:
+        raise _cannot_write(s["out"], error) from error
+    print(f"wrote {path}\nwrote {picture}\nexperts: {loads.sentence}.")
+    return 0
+
+
+def _cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write to {folder}: {error.strerror}. Choose another folder with --out.")
 
 
 def _table(steps: Sequence[StepRecord]) -> list[list[str]]:

@@ -164,6 +164,8 @@ CALLS: Mapping[str, str] = {
     # simulate, which has flags only
     "simulate --gates --ep 64": "--ep has no effect with --gates",
     "simulate --measured x.json --model deepseek-v3 --skew 2": "--skew has no effect with --measured",
+    "simulate --expert-placement x.yaml": "--expert-placement has no effect without --expert-loads",
+    "simulate --expert-loads x.npy --skew 2": "--skew has no effect with --expert-loads",
     "simulate --tokens-per-sequence 4": "--tokens-per-sequence has no effect with --mode decode",
     "tune TINY --moe-backend flashinfr": "did you mean 'flashinfer'?",
     "tune TINY --all2all-backend nonsense": "unknown all2all back end 'nonsense'",

@@ -1,0 +1,469 @@
+"""Brings the experts of a running model to another placement, one layer after the other; no step waits for it.
+
+    begin        an order: a placement, and the layers that change
+    tell         before every vote: the exchange of the current layer goes on by at most one round, into a staging
+                 buffer; the returned number tells the other ranks how far this one has come
+    heard        after every vote: if every rank has its layer in staging, all of them switch to it before this step
+
+    rank 0    | step, round 1 travels | step, round 2 travels | step  | switch | step
+    rank 1    | step, round 1 travels | step, round 2 travels | step  | switch | step
+                                                        both are staged ^
+
+A rank's weights change only when all ranks have what they need of that layer, so what is sent is always that of the
+placement in force. Experts are never in two places of which only one counts: slots and `ExpertMap` change together, in
+the order of the forward stream.
+
+Every expert is sent with a checksum. If a rank fails (a checksum, a transfer, or no progress within the time-out), it
+says so in its next vote, and all ranks give the order up: the layers that were switched stay so, the others keep their
+experts. The exchange of the layer that was given up still runs to its end, as the next order's transfers come behind
+it; what arrives is dropped.
+
+On a GPU weights travel over pinned host memory: NCCL beside NCCL or DeepEP may hang (vLLM issue 33176).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from model_runner.balance.exchange import ALIGNMENT, Ints, Stream, pieces_of, room_of, rounds_of, streams_of
+from model_runner.balance.slots import SlotStore
+from moe import EmulatedLink, ExpertMap, ExpertPlacement, FusedExperts, FusedMoEModularKernel
+from moe.balance import EplbConfig, with_layers
+from ubatch import CommGroup, ConfigError
+from ubatch.ranks import SideChannel
+from ubatch.streams import StreamBackend, make_streams
+
+_logger = logging.getLogger(__name__)
+
+_STATES = 16
+"""A vote carries `number * _STATES + state`."""
+_SUM_BYTES = ALIGNMENT
+_MIXES = 6_364_136_223_846_793_005
+_AWAY_S = 1.0
+"""Between two steps at most this counts towards the time-out: ranks may have paused."""
+
+
+class MoveState(IntEnum):
+    """How far an order has come on a rank; from `TIMEOUT` on, why it failed there."""
+
+    NONE = 0
+    MOVING = 1
+    STAGED = 2
+    TIMEOUT = 3
+    CHECKSUM = 4
+    TRANSPORT = 5
+    REFUSED = 6
+
+
+@dataclass(frozen=True)
+class MoveNews:
+    """What has become of an order, since the last news.
+
+    Attributes:
+        number: of the order.
+        layers: those that were switched, in order.
+        num_bytes: what was sent between ranks for them.
+        over: whether the order has ended.
+        failure: why it was given up (`MoveState`, in lower case); empty if it was not.
+    """
+
+    number: int
+    layers: tuple[int, ...] = ()
+    num_bytes: int = 0
+    over: bool = False
+    failure: str = ""
+
+
+@dataclass
+class _Order:
+    number: int
+    placement: ExpertPlacement
+    layers: deque[int]
+    given_up: bool = False
+
+
+@dataclass
+class _Layer:
+    """The exchange of one layer.
+
+    Attributes:
+        work: goes on with the exchange; yields where something has to be waited for, and once in every round.
+        arriving: this rank's slots that change, in the order in which they lie in staging.
+        table: this rank's next dispatch table.
+        num_bytes: between all ranks.
+        rounds: those that have arrived.
+        staged: whether all has arrived, and is right.
+    """
+
+    number: int
+    arriving: list[int]
+    table: Ints
+    num_bytes: int
+    work: Iterator[None] = field(init=False)
+    rounds: int = 0
+    staged: bool = False
+
+
+class Mover:
+    """The experts of one rank, which change places with those of others. Every rank of the group must make it.
+
+    Args:
+        kernels: of all MoE layers. Those without an `ExpertMap` get one.
+        placement: where experts are.
+        group: the ranks, which vote before every step.
+        device: of the weights.
+        link: an emulated link to send over; None for the real one.
+        streams: of the device; its own by default.
+        bytes_per_step: most bytes that this rank sends, and receives, in a step.
+        checksums: whether experts are checked when they have arrived.
+        timeout_s: how long an order may make no progress while steps run, in seconds.
+
+    Attributes:
+        placement: where experts are now.
+        expert_bytes: of an expert in the largest layer.
+        staging_bytes: of the buffers that experts travel in.
+
+    Raises:
+        ConfigError: weights cannot move, or the ranks keep them in different layouts.
+        RuntimeError: the ranks did not connect.
+    """
+
+    def __init__(
+        self,
+        kernels: Sequence[FusedMoEModularKernel],
+        placement: ExpertPlacement,
+        group: CommGroup,
+        device: torch.device,
+        *,
+        link: EmulatedLink | None = None,
+        streams: StreamBackend | None = None,
+        bytes_per_step: int = 1 << 20,
+        checksums: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.placement = placement
+        self._rank = group.rank
+        self._budget, self._checksums, self._timeout_s = bytes_per_step, checksums, timeout_s
+        self._slots = SlotStore([_experts_of(kernel) for kernel in kernels])
+        if group.least(self._slots.layout) != -group.least(-self._slots.layout):
+            raise ConfigError(
+                "the ranks keep their experts in different layouts, so experts cannot change places. Name the same "
+                "moe_backend on all, on processors of one kind."
+            )
+        self._maps: list[ExpertMap] = []
+        for number, kernel in enumerate(kernels):
+            if kernel.expert_map is None:
+                kernel.expert_map = ExpertMap(placement.dispatch_table(number, self._rank), device)
+            self._maps.append(kernel.expert_map)
+        self._channel = SideChannel(group, None if link is None else link.beside)
+        room = room_of(bytes_per_step, group.size)
+        most = max((count * size for count, size in zip(self._slots.slots, self._slots.slot_bytes, strict=True)))
+        pinned = device.type == "cuda"
+        self._staging = torch.empty(most, dtype=torch.uint8, device=device)
+        self._out, self._into = (torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(2))
+        self._away, self._home = self._out, self._into  # on the host
+        if device.type != "cpu":
+            self._away, self._home = (torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+        self._weights = 2 * torch.arange(-(-room // ALIGNMENT), dtype=torch.int64, device=device) + 1
+        self.expert_bytes = max(self._slots.slot_bytes)
+        self.staging_bytes = most + 2 * room
+        self._sums = torch.zeros(2, group.size, dtype=torch.int64, device=device)  # of what is sent, and received
+        self._wrong = torch.zeros(1, dtype=torch.bool, device=device)
+        self._wrong_home = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
+
+        self._streams = make_streams(device) if streams is None else streams
+        self._side = self._streams.new_stream()
+        self._switched, self._gathered, self._landed = (self._streams.new_event() for _ in range(3))
+        self._switched.record(self._streams.current())
+
+        self._orders: deque[_Order] = deque()
+        self._layer: _Layer | None = None
+        self._failed = MoveState.NONE  # why the current order failed here
+        self._lost = False  # whether the channel has failed
+        self._given_up = 0
+        self._idle_s, self._seen, self._rounds = 0.0, 0.0, -1
+        self._news: list[MoveNews] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether an order is under way."""
+        return self._order is not None
+
+    def begin(self, number: int, placement: ExpertPlacement, layers: Sequence[int] | None = None) -> None:
+        """Begin to move. Every rank is given the same orders, in the same order, though not before the same step.
+
+        Args:
+            number: of the order, above those of all earlier ones.
+            placement: where experts are to be. Slots that are idle stay so, and the others do not become idle.
+            layers: the layers that change, in the order in which they do; all that differ by default.
+        """
+        differ = np.flatnonzero((placement.experts != self.placement.experts).any(axis=1)) if layers is None else layers
+        alike = placement.experts.shape == self.placement.experts.shape
+        if not alike or ((placement.experts < 0) != (self.placement.experts < 0)).any():
+            _logger.error("rearrangement %d is refused: it fills other slots than the placement in force", number)
+            self._news.append(MoveNews(number, over=True, failure=MoveState.REFUSED.name.lower()))
+            return
+        order = _Order(number, placement, deque(int(layer) for layer in differ), number <= self._given_up)
+        if order.layers:
+            self._orders.append(order)
+            self._idle_s, self._seen = 0.0, time.monotonic()
+        elif not order.given_up:
+            self._news.append(MoveNews(number, over=True))
+
+    def tell(self) -> int:
+        """Go on, without waiting, and say how far this rank is: `Offer.moving` of the next vote."""
+        if not self._orders:
+            return 0
+        if not self._failed:
+            self._go_on()
+        order = self._order
+        if order is None:
+            return 0
+        staged = self._layer is not None and self._layer.staged and self._layer.number == order.layers[0]
+        return order.number * _STATES + (self._failed or (MoveState.STAGED if staged else MoveState.MOVING))
+
+    def heard(self, moving: Sequence[int]) -> None:
+        """Handle what all ranks have told in a vote: switch, or give up; on all ranks before the same step.
+
+        Call it with the step's stream current.
+        """
+        if not any(moving):
+            return
+        for rank, told in enumerate(moving):
+            number, state = divmod(told, _STATES)
+            if state >= MoveState.TIMEOUT and number > self._given_up:
+                self._give_up(number, MoveState(state), rank)
+                return
+        order, layer = self._order, self._layer
+        if order is not None and layer is not None and set(moving) == {order.number * _STATES + MoveState.STAGED}:
+            self._switch(order, layer)
+
+    def take_news(self) -> list[MoveNews]:
+        """What has happened since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    @property
+    def _order(self) -> _Order | None:
+        return next((order for order in self._orders if not order.given_up), None)
+
+    # -- the exchange -------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        if self._lost:
+            self._failed = MoveState.TRANSPORT
+            return
+        head = self._orders[0]
+        if self._layer is None:
+            self._layer = self._begin_layer(head)
+        layer = self._layer
+        if layer.staged and not head.given_up:
+            return
+        try:
+            over = layer.staged or next(layer.work, self) is self
+        except RuntimeError as error:
+            _logger.error("experts cannot be moved any more until the engines start again: %s", error)
+            self._lost, self._failed, self._layer = True, MoveState.TRANSPORT, None
+            return
+        if over and head.given_up:
+            self._orders.popleft()
+            self._layer = None
+        elif over and bool(self._wrong_home):
+            self._failed = MoveState.CHECKSUM
+        elif over:
+            layer.staged = True
+        if self._order is not None:
+            self._watch_time(layer)
+
+    def _watch_time(self, layer: _Layer) -> None:
+        now = time.monotonic()
+        self._idle_s += min(now - self._seen, _AWAY_S)
+        self._seen = now
+        if layer.rounds != self._rounds:
+            self._idle_s, self._rounds = 0.0, layer.rounds
+        if self._idle_s > self._timeout_s and not self._failed:
+            self._failed = MoveState.TIMEOUT
+
+    def _begin_layer(self, order: _Order) -> _Layer:
+        number = order.layers[0]
+        streams = streams_of(self.placement, order.placement, number)
+        each = self._slots.slot_bytes[number] + _SUM_BYTES
+        totals = np.array([[len(stream) * each for stream in row] for row in streams])
+        arriving = [slot for row in streams for _, slot in row[self._rank]]
+        num_bytes = int(totals.sum() - totals.trace())
+        layer = _Layer(number, arriving, order.placement.dispatch_table(number, self._rank), num_bytes)
+        layer.work = self._exchange(layer, streams, totals)
+        self._rounds = -1
+        return layer
+
+    def _exchange(self, layer: _Layer, streams: list[list[Stream]], totals: Ints) -> Iterator[None]:
+        """Yields where it would have to wait, and after each round's launch."""
+        own = self._rank
+        leaving, coming = streams[own], [row[own] for row in streams]
+        first = [sum(map(len, coming[:rank])) for rank in range(len(coming))]  # of each sender, in staging
+        with self._beside():
+            self._switched.wait(self._side)
+            self._sums.zero_()
+            self._wrong.zero_()
+        for starts, sizes in rounds_of(totals, self._budget):
+            with self._beside():
+                self._gather(layer.number, leaving, starts[own], sizes[own])
+            while not self._gathered.query():
+                yield
+            sent, received = sizes[own].tolist(), sizes[:, own].tolist()
+            transfer = self._channel.launch(f"experts of layer {layer.number}", self._away, self._home, sent, received)
+            yield
+            while not transfer.done():
+                yield
+            transfer.wait()
+            with self._beside():
+                self._land(layer.number, first, starts[:, own], sizes[:, own])
+            while not self._landed.query():
+                yield
+            layer.rounds += 1
+
+    def _gather(self, layer: int, streams: Sequence[Stream], starts: Ints, sizes: Ints) -> None:
+        """Put this rank's pieces of a round together."""
+        body, place = self._slots.slot_bytes[layer], 0
+        for receiver, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+            for item, first, last in pieces_of(start, size, body + _SUM_BYTES):
+                if first < body:
+                    piece = self._out[place : place + min(last, body) - first]
+                    self._slots.read(layer, streams[receiver][item][0], first, piece)
+                    self._mix(self._sums[0, receiver], piece)
+                if last > body:
+                    at = place + body - first
+                    self._out[at : at + _SUM_BYTES].view(torch.int64).copy_(self._sums[0, receiver])
+                    self._sums[0, receiver] = 0
+                place += last - first
+        if self._away is not self._out:
+            self._away[:place].copy_(self._out[:place], non_blocking=True)
+        self._gathered.record(self._side)
+
+    def _land(self, layer: int, firsts: Sequence[int], starts: Ints, sizes: Ints) -> None:
+        """Copy the pieces of a round that have arrived into staging."""
+        body, place = self._slots.slot_bytes[layer], 0
+        if self._home is not self._into:
+            total = int(sizes.sum())
+            self._into[:total].copy_(self._home[:total], non_blocking=True)
+        for sender, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+            for item, first, last in pieces_of(start, size, body + _SUM_BYTES):
+                slot = (firsts[sender] + item) * body
+                if first < body:
+                    length = min(last, body) - first
+                    piece = self._staging[slot + first : slot + first + length]
+                    piece.copy_(self._into[place : place + length])
+                    self._mix(self._sums[1, sender], piece)
+                if last > body:
+                    at = place + body - first
+                    told = self._into[at : at + _SUM_BYTES].view(torch.int64)
+                    self._wrong |= told != self._sums[1, sender]
+                    self._sums[1, sender] = 0
+                place += last - first
+        self._wrong_home.copy_(self._wrong, non_blocking=True)
+        self._landed.record(self._side)
+
+    def _mix(self, total: Tensor, piece: Tensor) -> None:
+        """Add a piece to a checksum: changes with every word of it, and with their order."""
+        if self._checksums:
+            words = piece.view(torch.int64)
+            total.mul_(_MIXES).add_((words * self._weights[: len(words)]).sum())
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Use the side stream."""
+        outer = self._streams.current()
+        self._streams.set_current(self._side)
+        try:
+            yield
+        finally:
+            self._streams.set_current(outer)
+
+    # -- together -----------------------------------------------------------------------------------------------
+
+    def _switch(self, order: _Order, layer: _Layer) -> None:
+        number, body = layer.number, self._slots.slot_bytes[layer.number]
+        current = self._streams.current()
+        self._landed.wait(current)
+        for place, slot in enumerate(layer.arriving):
+            self._slots.write(number, slot, self._staging[place * body : (place + 1) * body])
+        self._maps[number].replace(layer.table)
+        self._switched.record(current)
+        self.placement = with_layers(self.placement, order.placement, np.array([number]))
+        self._layer = None
+        order.layers.popleft()
+        if not order.layers:
+            self._orders.popleft()
+        self._news.append(MoveNews(order.number, (number,), layer.num_bytes, over=not order.layers))
+
+    def _give_up(self, number: int, why: MoveState, rank: int) -> None:
+        self._given_up, self._failed = number, MoveState.NONE
+        if self._lost:
+            self._orders.clear()
+        order = self._order
+        if order is not None and order.number <= number:
+            order.given_up = True
+        name = why.name.lower()
+        _logger.error("rearrangement %d is given up (%s on rank %d): experts stay where they are", number, name, rank)
+        self._news.append(MoveNews(number, over=True, failure=name))
+
+
+def make_mover(
+    model: nn.Module,
+    placement: ExpertPlacement | None,
+    group: CommGroup | None,
+    device: torch.device,
+    config: EplbConfig,
+    *,
+    link: EmulatedLink | None = None,
+    streams: StreamBackend | None = None,
+) -> Mover:
+    """The mover of a model's experts. Every rank of the group must call this.
+
+    Args:
+        placement: where experts are; None for a model without placed experts.
+        config: how fast they may move.
+        Others: see `Mover`.
+
+    Raises:
+        ConfigError: there is nothing to balance: one rank, or no experts; or see `Mover`.
+    """
+    if group is None or group.size == 1:
+        raise ConfigError("enable_eplb: one rank has all experts, so there is nothing to balance. Use several ranks.")
+    kernels = [each for each in model.modules() if isinstance(each, FusedMoEModularKernel)]
+    if placement is None or len(kernels) != placement.num_layers:
+        raise ConfigError("enable_eplb: this model has no experts that can be placed. Leave it out.")
+    slots = SlotStore([_experts_of(kernel) for kernel in kernels])
+    total = sum(count * size for count, size in zip(slots.slots, slots.slot_bytes, strict=True))
+    return Mover(
+        kernels,
+        placement,
+        group,
+        device,
+        link=link,
+        streams=streams,
+        bytes_per_step=config.bytes_per_step(int(-group.least(-total))),
+        checksums=config.move_checksums,
+        timeout_s=group.timeout_s,
+    )
+
+
+def _experts_of(kernel: FusedMoEModularKernel) -> FusedExperts:
+    """The weights of a layer.
+
+    Raises:
+        ConfigError: they are not of this project's experts.
+    """
+    if not isinstance(kernel.experts, FusedExperts):
+        raise ConfigError(f"{type(kernel.experts).__name__} are no FusedExperts: it is not known what can be moved.")
+    return kernel.experts

@@ -1,0 +1,216 @@
+"""When experts change places, and to where: `--enable-eplb`, in the process that has all ranks' loads.
+
+    counted     ranks have told their loads: is it time, or has balancedness fallen?
+    plan        in a thread: a placement for the last window, if it pays (`moe.balance.decide`)
+    send        the order goes to all ranks, which move while they step
+    moved       layer by layer the ranks have switched; or they have given up, and experts stay where they are
+    restarted   engines that were started again have their first placement: they are sent the one that was in force
+
+One order is under way at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from moe import ExpertPlacement
+from moe.balance import PARTS, Decision, EplbConfig, Floats, MoveCosts, Verdict, decide, has_fallen, with_layers
+from serving.balance.load_book import LoadBook
+from serving.logs import log_event
+
+_logger = logging.getLogger(__name__)
+
+_LINK_BYTES_PER_S = 1e9
+"""Assumed of a link that is not emulated."""
+_STEP_S = 0.1
+"""Assumed of a step before one was measured."""
+
+
+class MoveReason(StrEnum):
+    """Why experts change places."""
+
+    INTERVAL = "interval"
+    FALLEN = "fallen"
+    """balancedness has fallen before it was time"""
+    RESTORED = "restored"
+    """engines were started again"""
+
+
+INTERRUPTED, UNPLANNED = "interrupted", "unplanned"
+"""Failures here; ranks have others. An engine has failed; the planner has."""
+
+SendMove = Callable[[int, ExpertPlacement, Sequence[int]], None]
+"""Sends an order to all ranks: its number, the placement, and the layers that change, in their order."""
+
+
+class Balancer:
+    """Decides, on an asyncio loop.
+
+    Args:
+        config: the user's.
+        book: the load, and the placement in force, which is kept up to date here.
+        send: see `SendMove`.
+        expert_bytes: of one expert in one layer.
+        link_bytes_per_s: of the emulated link; None for a real one.
+        nodes: nodes of the ranks.
+
+    Attributes:
+        rearrangements: how many were begun, by reason.
+        failed: how many were given up, or not planned, by reason.
+        layers_moved, bytes_moved: in all.
+    """
+
+    def __init__(
+        self,
+        config: EplbConfig,
+        book: LoadBook,
+        send: SendMove,
+        expert_bytes: int,
+        link_bytes_per_s: float | None = None,
+        nodes: int = 1,
+    ) -> None:
+        self._config, self._book, self._send = config, book, send
+        self._bytes, self._link, self._nodes = expert_bytes, link_bytes_per_s or _LINK_BYTES_PER_S, nodes
+        self.rearrangements: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.layers_moved = self.bytes_moved = 0
+        self._first = book.placement
+        self._number, self._under_way = 0, False
+        self._wanted: ExpertPlacement | None = None  # by the order under way
+        self._lost: ExpertPlacement | None = None  # what engines that were started again have to come back to
+        self._planning: asyncio.Task[None] | None = None
+        self._steps = 0  # since the last plan
+        self._logged_at = self._all_steps = 0
+        self._expected: Floats | float = 1.0
+        self._step_s, self._seen = _STEP_S, 0.0
+
+    @property
+    def moving(self) -> bool:
+        """Whether an order is under way."""
+        return self._under_way
+
+    def counted(self, rank: int, steps: int) -> None:
+        """The book has got a rank's load of so many steps."""
+        if rank:  # all ranks step together
+            return
+        self._steps, self._all_steps = self._steps + steps, self._all_steps + steps
+        now = time.monotonic()
+        if self._seen and steps:
+            self._step_s = (now - self._seen) / steps
+        self._seen = now
+        if (
+            self._config.log_balancedness
+            and self._all_steps - self._logged_at >= self._config.log_balancedness_interval
+        ):
+            self._log()
+        if self._under_way or self._planning is not None:
+            return
+        if self._steps >= self._config.step_interval:
+            self._plan(MoveReason.INTERVAL)
+        elif self._config.balancedness_fall and self._steps >= self._config.window_size and self._has_fallen():
+            self._plan(MoveReason.FALLEN)
+
+    def _has_fallen(self) -> bool:
+        window, placement = self._book.windows.window(), self._book.placement
+        if window.steps < self._config.window_size - self._book.windows.part_steps:
+            return False
+        expected = np.broadcast_to(self._expected, placement.num_layers)
+        return has_fallen(window.of(), placement, expected, fall=self._config.balancedness_fall)
+
+    def _plan(self, reason: MoveReason) -> None:
+        self._steps = 0
+        windows, placement = self._book.windows.history()[-PARTS:], self._book.placement
+        if not len(windows):
+            return
+        costs = MoveCosts(
+            expert_bytes=self._bytes,
+            step_s=max(self._step_s, 1e-6),
+            link_bytes_per_s=self._link,
+            horizon_steps=self._config.step_interval,
+        )
+
+        async def plan() -> None:
+            try:
+                decision = await asyncio.to_thread(decide, windows, placement, costs, nodes=self._nodes)
+            except Exception:  # an error of the planner is no reason to serve no more
+                _logger.exception("no placement could be planned: experts stay where they are")
+                self.failed[UNPLANNED] += 1
+            else:
+                if self._book.placement is placement and not self._under_way:  # else engines were started again
+                    self._decided(decision, reason)
+            finally:
+                self._planning = None
+
+        self._planning = asyncio.create_task(plan())
+
+    def _decided(self, decision: Decision, reason: MoveReason) -> None:
+        move = decision.verdict is Verdict.MOVE
+        self._expected = decision.after if move else decision.before
+        log_event(
+            _logger,
+            "experts change places" if move else "experts stay",
+            why=reason if move else decision.verdict,
+            layers=len(decision.layers),
+            moved_experts=decision.moved_experts,
+            balancedness=round(float(decision.before.mean()), 3),
+            expected=round(float(decision.after.mean()), 3),
+        )
+        if move:
+            self._begin(decision.placement, decision.layers, reason)
+
+    def _begin(self, placement: ExpertPlacement, layers: Sequence[int], reason: MoveReason) -> None:
+        self._number += 1
+        self._under_way, self._wanted = True, placement
+        self.rearrangements[reason] += 1
+        self._send(self._number, placement, layers)
+
+    def moved(self, number: int, layers: Sequence[int], num_bytes: int, failure: str, *, over: bool) -> None:
+        """The ranks have switched layers, or ended an order."""
+        if number != self._number or self._wanted is None or not self._under_way:
+            return  # of an earlier run
+        if layers:
+            self._book.placement = with_layers(self._book.placement, self._wanted, np.array(layers))
+            self.layers_moved += len(layers)
+            self.bytes_moved += num_bytes
+        if over:
+            self._under_way, self._wanted, self._lost, self._steps = False, None, None, 0
+            if failure:
+                self.failed[failure] += 1
+
+    def interrupted(self) -> None:
+        """Engines have failed; those that are started again have their first placement."""
+        if self._under_way:
+            self.failed[INTERRUPTED] += 1
+        self._under_way, self._wanted = False, None
+
+    def restarted(self) -> None:
+        """Engines were started again: bring them back to the placement in force."""
+        self._seen = 0.0
+        before = self._lost = self._lost or self._book.placement
+        self._book.placement = self._first
+        layers = np.flatnonzero((before.experts != self._first.experts).any(axis=1)).tolist()
+        if layers:
+            self._begin(before, layers, MoveReason.RESTORED)
+
+    def close(self) -> None:
+        """Plan no more."""
+        if self._planning is not None:
+            self._planning.cancel()
+
+    def _log(self) -> None:
+        self._logged_at = self._all_steps
+        balance = self._book.balance().balancedness()
+        log_event(
+            _logger,
+            "expert load",
+            steps=self._all_steps,
+            balancedness=round(float(balance.mean()), 3),
+            worst_layer=round(float(balance.min()), 3),
+        )

@@ -1,0 +1,293 @@
+"""Experts move between ranks: layers compute what they did, before, during and after; what fails changes nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from model_runner.balance.exchange import ALIGNMENT, pieces_of, room_of, rounds_of, streams_of
+from model_runner.balance.mover import MoveNews, Mover
+from model_runner.balance.slots import SlotStore
+from moe import (
+    EmulatedLink,
+    ExpertPlacement,
+    FusedMoEModularKernel,
+    experts_backends,
+    make_all2all,
+    make_experts,
+)
+from ranks import on_ranks
+from ubatch import CommGroup, ConfigError, Offer, Wish
+
+LAYERS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 2, 16, 24, 2, 20
+
+
+def random_placement(rng: random.Random, experts: int, ranks: int, redundant: int) -> ExpertPlacement:
+    """Random experts in the slots that a default placement fills, and every expert somewhere."""
+    default = ExpertPlacement.default(LAYERS, experts, ranks, redundant)
+    found = default.experts.copy()
+    for row in found:
+        used = np.flatnonzero(row >= 0)
+        chosen = [*range(experts), *(rng.randrange(experts) for _ in range(len(used) - experts))]
+        rng.shuffle(chosen)
+        row[used] = chosen
+    return ExpertPlacement(found, experts, ranks)
+
+
+class Model:
+    """Two MoE layers on a rank whose experts lie as a placement says; and the same on one rank."""
+
+    def __init__(self, group: CommGroup, placement: ExpertPlacement, backend: str = "grouped") -> None:
+        draw = torch.Generator().manual_seed(0)
+        experts, rank = placement.num_experts, group.rank
+        weights = [
+            (
+                torch.randn(experts, 2 * INTERMEDIATE, HIDDEN, generator=draw) * 0.2,
+                torch.randn(experts, HIDDEN, INTERMEDIATE, generator=draw) * 0.2,
+            )
+            for _ in range(LAYERS)
+        ]
+        all2all = make_all2all("torch_dist", group=group, num_experts=placement.num_slots)
+        alone = make_all2all("local", group=None, num_experts=experts)
+        first = rank * placement.slots_per_rank
+        self.kernels, self.whole = [], []
+        for layer, (w13, w2) in enumerate(weights):
+            held = placement.held(layer, rank)
+            idle = placement.slots_per_rank - len(held)
+            own = [torch.cat((w[held], torch.zeros(idle, *w.shape[1:]))) for w in (w13, w2)]
+            self.kernels.append(FusedMoEModularKernel(all2all, make_experts(backend, *own, first)))
+            self.whole.append(FusedMoEModularKernel(alone, make_experts("reference", w13, w2)))
+        self.group = group
+
+    def check(self, seed: int) -> None:
+        """Both compute the same from random tokens."""
+        draw = torch.Generator().manual_seed(1000 * seed + self.group.rank)
+        experts = self.whole[0].all2all.num_experts
+        for kernel, whole in zip(self.kernels, self.whole, strict=True):
+            x = torch.randn(TOKENS, HIDDEN, generator=draw)
+            ids = torch.rand(TOKENS, experts, generator=draw).topk(TOP_K).indices
+            weights = torch.rand(TOKENS, TOP_K, generator=draw)
+            with self.group.step(), torch.no_grad():
+                torch.testing.assert_close(kernel(x, weights, ids), whole(x, weights, ids))
+
+
+def vote(group: CommGroup, mover: Mover) -> None:
+    with group.step():
+        mover.heard(group.vote(Offer(Wish.IDLE, (0,), 1, moving=mover.tell())).moving)
+
+
+def until_over(group: CommGroup, mover: Mover, model: Model | None = None, most: int = 5000) -> list[MoveNews]:
+    news: list[MoveNews] = []
+    for step in range(most):
+        vote(group, mover)
+        if model is not None and step % 7 == 0:
+            model.check(step)
+        news += mover.take_news()
+        if any(each.over for each in news):
+            return news
+        time.sleep(0.001)
+    raise AssertionError(f"not over after {most} steps: {news}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_expert_that_changes_comes_from_a_holder(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, experts = rng.randrange(1, 6), rng.randrange(6, 14)
+    before, after = (random_placement(rng, experts, ranks, seed % 4) for _ in range(2))
+    streams = streams_of(before, after, 1)
+    each = before.slots_per_rank
+    found = before.experts[1].copy()
+    for sender in range(ranks):
+        for receiver in range(ranks):
+            for source, slot in streams[sender][receiver]:
+                found[receiver * each + slot] = before.experts[1, sender * each + source]
+                here = after.experts[1, receiver * each + slot] in before.held(1, receiver)
+                assert (sender == receiver) == here
+    assert (found == after.experts[1]).all()
+
+    totals = np.array([[len(stream) * 104 for stream in row] for row in streams])
+    budget, sent = 40 * (seed + 1), np.zeros_like(totals)
+    for starts, sizes in rounds_of(totals, budget):
+        assert (starts == sent).all()
+        assert sizes.any()
+        others = sizes - np.diag(sizes.diagonal())
+        least = ALIGNMENT * (ranks - 1)
+        assert max(others.sum(axis=0).max(), others.sum(axis=1).max()) <= max(budget, least)
+        assert max(sizes.sum(axis=0).max(), sizes.sum(axis=1).max()) <= room_of(budget, ranks)
+        sent += sizes
+    assert (sent == totals).all()
+
+
+def test_pieces_are_cut_where_items_end() -> None:
+    assert list(pieces_of(24, 40, 32)) == [(0, 24, 32), (1, 0, 32)]
+    assert list(pieces_of(0, 0, 32)) == []
+
+
+@pytest.mark.parametrize("name", [name for name in experts_backends() if name not in ("flashinfer", "packed")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slot_is_its_bytes(name: str, dtype: torch.dtype) -> None:
+    """Experts whose slots' bytes changed places compute as those that were made so."""
+    draw = torch.Generator().manual_seed(0)
+    w13 = torch.randn(3, 48, 16, generator=draw).to(dtype)
+    w2 = torch.randn(3, 16, 24, generator=draw).to(dtype)
+    order = [2, 0, 1]
+    try:
+        moved, made = make_experts(name, w13.clone(), w2.clone()), make_experts(name, w13[order], w2[order])
+    except ConfigError as error:
+        pytest.skip(str(error))
+    except ImportError:
+        pytest.skip("no Triton")
+    store = SlotStore([moved])
+    copies = [torch.zeros(store.slot_bytes[0], dtype=torch.uint8) for _ in order]
+    for slot, copy in enumerate(copies):
+        for start in range(0, len(copy), 136):
+            store.read(0, slot, start, copy[start : start + 136])
+    for slot, source in enumerate(order):
+        store.write(0, slot, copies[source])
+    for mine, theirs in zip(moved.slot_tensors(), made.slot_tensors(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_biases_and_scales_move_with_their_weights() -> None:
+    w13, w2, b13, b2 = torch.randn(3, 8, 6), torch.randn(3, 6, 4), torch.randn(3, 8), torch.randn(3, 6)
+    store = SlotStore([make_experts("grouped", w13, w2, b13=b13, b2=b2)])
+    assert store.slot_bytes == [4 * (8 * 6 + 6 * 4 + 8 + 6)]
+    with pytest.raises(ConfigError, match="only oneDNN knows"):
+        SlotStore([make_experts("packed", torch.randn(2, 8, 4), torch.randn(2, 4, 4))])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "native"), (2, "grouped"), (4, "grouped")])
+@on_ranks()
+def test_layers_compute_the_same_while_experts_move(rank: int, group: CommGroup, world_size: int, backend: str) -> None:
+    """Random placements one after the other, in small pieces: nothing that a layer gives changes."""
+    rng = random.Random(5)
+    placement = random_placement(rng, 8, world_size, 4)
+    model = Model(group, ExpertPlacement.default(LAYERS, 8, world_size, 4), backend)
+    start = ExpertPlacement.default(LAYERS, 8, world_size, 4)
+    mover = Mover(model.kernels, start, group, torch.device("cpu"), bytes_per_step=4000)
+    model.check(0)
+    for number in range(1, 6):
+        mover.begin(number, placement)
+        assert mover.busy
+        news = until_over(group, mover, model)
+        assert news[-1].over
+        assert not news[-1].failure
+        assert mover.placement == placement
+        assert [layer for each in news for layer in each.layers] == [0, 1]
+        model.check(number)
+        placement = random_placement(rng, 8, world_size, 4)
+    assert not mover.busy
+
+
+@pytest.mark.ranks
+@on_ranks(2)
+def test_a_wrong_checksum_leaves_experts_where_they_are(rank: int, group: CommGroup) -> None:
+    """A byte that changed on its way: both ranks give the order up, and the next one succeeds."""
+    start, rng = ExpertPlacement.default(LAYERS, 6, 2), random.Random(1)
+    model = Model(group, start)
+    mover = Mover(model.kernels, start, group, torch.device("cpu"), bytes_per_step=3000)
+    land, landed = mover._land, []
+
+    def corrupt(*args: object) -> None:
+        landed.append(1)
+        if rank == 1 and len(landed) == 2:
+            mover._into[7] ^= 1
+        land(*args)  # type: ignore[arg-type]
+
+    mover._land = corrupt  # type: ignore[method-assign]
+    wanted = random_placement(rng, 6, 2, 0)
+    mover.begin(1, wanted)
+    news = until_over(group, mover, model)
+    assert news == [MoveNews(1, over=True, failure="checksum")]
+    assert mover.placement == start
+    model.check(1)
+    mover.begin(2, wanted)
+    assert not until_over(group, mover, model)[-1].failure
+    assert mover.placement == wanted
+    model.check(2)
+
+
+@pytest.mark.ranks
+@on_ranks(2)
+def test_no_step_waits_for_a_stalled_move(rank: int, group: CommGroup) -> None:
+    """One rank does not send: steps go on, the order is given up in time, and a late rank catches up."""
+    start, rng = ExpertPlacement.default(LAYERS, 6, 2), random.Random(2)
+    model = Model(group, start)
+    mover = Mover(model.kernels, start, group, torch.device("cpu"), bytes_per_step=3000, timeout_s=0.5)
+    wanted = random_placement(rng, 6, 2, 0)
+    if rank == 0:  # the other one has not received the order yet
+        mover.begin(1, wanted)
+    longest, begun, news = 0.0, time.monotonic(), []
+    while not news and time.monotonic() - begun < 10:
+        at = time.monotonic()
+        vote(group, mover)
+        longest = max(longest, time.monotonic() - at)
+        time.sleep(0.002)
+        news = mover.take_news()
+    assert news == [MoveNews(1, over=True, failure="timeout")]
+    assert longest < 0.4
+    model.check(1)
+    if rank == 1:
+        mover.begin(1, wanted)
+        assert not mover.busy
+    mover.begin(2, wanted)
+    assert not until_over(group, mover, model)[-1].failure
+    assert mover.placement == wanted
+    model.check(2)
+
+
+@pytest.mark.ranks
+@on_ranks(2)
+def test_a_lost_channel_is_said_once_and_steps_go_on(rank: int, group: CommGroup) -> None:
+    start, rng = ExpertPlacement.default(LAYERS, 6, 2), random.Random(3)
+    model = Model(group, start)
+    mover = Mover(model.kernels, start, group, torch.device("cpu"), bytes_per_step=3000)
+    if rank == 1:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("the other end is gone")
+
+        mover._channel.launch = fail  # type: ignore[method-assign, assignment]
+    for number in (1, 2):
+        mover.begin(number, random_placement(rng, 6, 2, 0))
+        assert until_over(group, mover, model) == [MoveNews(number, over=True, failure="transport")]
+    assert mover.placement == start
+    model.check(1)
+
+
+@pytest.mark.ranks
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int, group: CommGroup) -> None:
+    """Other slots than are filled; and ranks whose layouts differ."""
+    start = ExpertPlacement.default(LAYERS, 7, 2)
+    model = Model(group, start)
+    mover = Mover(model.kernels, start, group, torch.device("cpu"))
+    turned = np.roll(start.experts.reshape(LAYERS, 2, -1), 1, axis=1).reshape(LAYERS, -1)
+    mover.begin(1, ExpertPlacement(turned, 7, 2))
+    assert mover.take_news() == [MoveNews(1, over=True, failure="refused")]
+    mover.begin(2, start)
+    assert mover.take_news() == [MoveNews(2, over=True)]
+    other = Model(group, start, "grouped" if rank == 0 else "reference")
+    with pytest.raises(ConfigError, match="different layouts"):
+        Mover(other.kernels, start, group, torch.device("cpu"))
+
+
+@pytest.mark.ranks
+@on_ranks(2)
+def test_moves_give_way_on_an_emulated_link(rank: int, group: CommGroup) -> None:
+    """Over a slow link experts take their bytes' time at least."""
+    start, rng = ExpertPlacement.default(LAYERS, 6, 2), random.Random(4)
+    model = Model(group, start)
+    link = EmulatedLink(0.001, 200e3)
+    mover = Mover(model.kernels, start, group, torch.device("cpu"), link=link, bytes_per_step=8000)
+    mover.begin(1, random_placement(rng, 6, 2, 0))
+    begun = time.monotonic()
+    news = until_over(group, mover)
+    moved = sum(each.num_bytes for each in news)
+    assert moved > 0
+    assert time.monotonic() - begun >= moved / 2 / 200e3
