@@ -160,8 +160,8 @@ def _experts_of_nodes(tokens: Floats, in_force: ExpertPlacement, nodes: int, gro
     each = np.full((layers, nodes), groups // nodes)
     chosen = pack(of_groups, np.ones_like(of_groups, dtype=np.int64), each, groups // nodes)
     held = np.zeros((layers, nodes, groups), dtype=bool)
-    group = np.where(in_force.experts == IDLE, in_force.experts[:, :1], in_force.experts) // size
-    np.put_along_axis(held, group.reshape(layers, nodes, -1), True, axis=2)
+    of_nodes = in_force.experts.reshape(layers, nodes, -1)
+    np.put_along_axis(held, np.where(of_nodes == IDLE, of_nodes[..., :1], of_nodes) // size, True, axis=2)
     whole = (held.sum(axis=2) == groups // nodes).all(axis=1)
     old = np.argsort(~held, axis=2, kind="stable")[..., : groups // nodes]
     busiest, now = (
