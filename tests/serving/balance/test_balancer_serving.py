@@ -26,10 +26,11 @@ LONG = SamplingParams(max_tokens=120, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [5, 5, 5, 5, 5, 5], [9] * 20, [11, 12]]
 
 
-def balanced(**options: Any) -> Served:
+def balanced(ranks: int = 2, **options: Any) -> Served:
     config = {"window_size": 20, "step_interval": 10**9, "balancedness_fall": 0.0, "move_bytes_per_step": 300_000}
     config |= options.pop("config", {})
-    return Served(tiny(2, expert_parallel=True, enable_eplb=True, eplb_config=EplbConfig(**config), **options))
+    config = EplbConfig(**config)
+    return Served(tiny(ranks, expert_parallel=True, enable_eplb=True, eplb_config=config, **options))
 
 
 async def all_tokens(client: EngineClient, prefix: str) -> list[list[int]]:
@@ -69,6 +70,28 @@ def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveR
         assert not client.balancer.failed
         assert client.balancer.bytes_moved
         assert client.loads.balance().balancedness().mean() > 0.9
+        assert await all_tokens(client, "c") == first
+
+    served.run(scenario())
+    served.close()
+
+
+def test_tensor_parallel_ranks_move_together() -> None:
+    """The follower gets orders from its leader's turns."""
+    served = balanced(1, tensor_parallel_size=2)
+    client = served.client
+
+    async def scenario() -> None:
+        assert client.balancer is not None
+        assert client.loads is not None
+        first = await all_tokens(client, "a")
+        running = asyncio.create_task(all_tokens(client, "b"))
+        wanted = shuffled(client.loads.placement)
+        client.balancer.begin(wanted, range(4), MoveReason.INTERVAL)
+        assert await running == first
+        assert await wait_for(lambda: not client.balancer.moving)
+        assert client.loads.placement == wanted
+        assert not client.balancer.failed
         assert await all_tokens(client, "c") == first
 
     served.run(scenario())
