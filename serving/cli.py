@@ -55,6 +55,7 @@ _BENCHMARKS = {
         "faults",
         "engines that are killed, hang or fail: checks that requests go on; what a restart costs",
     ),
+    "eplb": ("eplb", "what balanced experts gain on ranks with skewed routers, and what counting their load costs"),
     "fairness": ("server.fairness", "how much long prompts delay decoding requests, and what a limit costs"),
     "link": ("link", "settings of overlap over a real link between two servers; needs root"),
     "engine": ("server.compare", "whole engines: offline and served, with overlap, and the scheduler"),

@@ -13,7 +13,7 @@ simulator        runs a schedule on an ideal machine
 search           the best schedule for given stage times
 """
 
-from ubatch.schedules.lane_program import LayerTimes, UnevenTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, RankLoad, UnevenTimes, layer_program, rank_loads
 from ubatch.schedules.mixed_split import split_mixed
 from ubatch.schedules.modes import MODE_KEYS, mode_key
 from ubatch.schedules.schedule import LINEAR_ATTENTION, SERIAL
@@ -43,6 +43,7 @@ __all__ = [
     "LayerTimes",
     "Op",
     "Pass",
+    "RankLoad",
     "Timeline",
     "UnevenTimes",
     "Wait",
@@ -50,6 +51,7 @@ __all__ = [
     "median_programs",
     "mode_key",
     "programs_of",
+    "rank_loads",
     "search_schedules",
     "simulate",
     "simulate_ranks",

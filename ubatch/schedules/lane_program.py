@@ -7,6 +7,9 @@ send, and a chunk's combine is launched as soon as its experts are done. There i
 other lane would take over just when this lane's next chunk has arrived (0.3 : 0.7 on 2 lanes x 2 chunks, 0.95 of the
 bound instead of 0.99).
 
+A rank whose experts get more tokens than others' (`RankLoad`) computes for longer, and its end of the link is busy for
+longer; all ranks together are simulated by `simulate_ranks`.
+
 With tensor-parallel attention, two more transfers come first:
 
     norm, attn_gather | prepare | core, attn_scatter | add, norm, router, dispatch.0 ..
@@ -93,6 +96,49 @@ class UnevenTimes(LayerTimes):
                 raise ConfigError(f"UnevenTimes.{name} must be at least 0 each and 1 together, not {shares}.")
 
 
+@dataclass(frozen=True)
+class RankLoad:
+    """One rank's part in one MoE layer, over the mean of the ranks; 1 is balanced.
+
+    Attributes:
+        experts: tokens that its experts compute.
+        received: what it receives in the dispatch, and sends in the combine.
+        sent: what it sends in the dispatch, and receives in the combine.
+
+    Raises:
+        ConfigError: a negative value.
+    """
+
+    experts: float = 1.0
+    received: float = 1.0
+    sent: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.experts, self.received, self.sent) < 0:
+            raise ConfigError(f"a rank's load must be at least 0, not {self}.")
+
+
+_BALANCED = RankLoad()
+
+
+def rank_loads(tokens: Sequence[float]) -> list[RankLoad]:
+    """Every rank's load in one layer, if all ranks have equally many tokens and each of a token's choices travels.
+
+    A rank sends to the others what does not stay with its own experts, so the busiest one sends least.
+
+    Args:
+        tokens: that each rank's experts compute.
+
+    Raises:
+        ConfigError: there are fewer than two ranks, or a negative number.
+    """
+    if len(tokens) < 2 or min(tokens) < 0:
+        raise ConfigError(f"loads are tokens of two ranks or more, 0 at least, not {list(tokens)}.")
+    mean, others = sum(tokens) / len(tokens), len(tokens) - 1
+    factors = [each / mean if mean else 1.0 for each in tokens]
+    return [RankLoad(factor, factor, (others + 1 - factor) / others) for factor in factors]
+
+
 def times_of_layers(times: LayerTimes | Sequence[LayerTimes], layers: int) -> list[LayerTimes]:
     """One entry per layer; see `layer_program`.
 
@@ -105,31 +151,38 @@ def times_of_layers(times: LayerTimes | Sequence[LayerTimes], layers: int) -> li
     return [pattern[layer % len(pattern)] for layer in range(layers)]
 
 
-def layer_program(times: LayerTimes | Sequence[LayerTimes], layers: int, schedule: Schedule) -> list[Op]:
+def layer_program(
+    times: LayerTimes | Sequence[LayerTimes], layers: int, schedule: Schedule, loads: Sequence[RankLoad] = ()
+) -> list[Op]:
     """Operations of one lane in `layers` MoE layers.
 
     Args:
-        times: of every layer; or of several layers in order, if they differ, as where some have linear attention. They
-            then repeat.
+        times: of every layer, with balanced experts; or of several layers in order, if they differ, as where some have
+            linear attention. They then repeat.
+        loads: of this rank, in every layer; balanced if not given.
 
     Raises:
-        ConfigError: there are no times, or the schedule is signalled. Its combine travels while the lane still computes
-            it, which the simulator does not model: the start has not been measured, and on a GPU both share the SMs.
+        ConfigError: there are no times, there are loads of other layers, or the schedule is signalled. Its combine
+            travels while the lane still computes it, which the simulator does not model: the start has not been
+            measured, and on a GPU both share the SMs.
     """
     if schedule.signalled:
         raise ConfigError(
             f"schedule {schedule.name!r} is signalled: its combine begins inside the down projection, which the "
             "simulator does not model. Simulate it without signalled."
         )
+    if loads and len(loads) != layers:
+        raise ConfigError(f"loads of {len(loads)} layers were given for {layers}. Give those of every layer.")
     program: list[Op] = []
     for layer, own in enumerate(times_of_layers(times, layers)):
+        load = loads[layer] if loads else _BALANCED
         shared: dict[SharedExpert, list[Op]] = {where: [] for where in SharedExpert}
         shared[schedule.shared_expert].append(Compute(own.shared))
         program += _tensor_parallel(own.attn_gather, layer, Point.ATTN_GATHER)
         program += [Compute(own.attn_prepare), Pass(Point.ATTN_PREPARE), Compute(own.attn_core)]
         program += [*_tensor_parallel(own.attn_scatter, layer, Point.ATTN_SCATTER), Pass(Point.SELECT)]
-        program += [*_dispatches(own, layer, schedule), *shared[SharedExpert.DISPATCH], Pass(Point.DISPATCH)]
-        program += [*_chunks(own, layer, schedule), *shared[SharedExpert.COMBINE], Pass(Point.COMBINE)]
+        program += [*_dispatches(own, layer, schedule, load), *shared[SharedExpert.DISPATCH], Pass(Point.DISPATCH)]
+        program += [*_chunks(own, layer, schedule, load), *shared[SharedExpert.COMBINE], Pass(Point.COMBINE)]
         program += [*shared[SharedExpert.COMBINE_RETURN]]
         program += [Wait(f"combine.{layer}.{chunk}") for chunk in range(schedule.chunks)]
         program += [Pass(Point.OUTPUT), Pass(Point.LAYER)]
@@ -142,13 +195,21 @@ def _tensor_parallel(seconds: float, layer: int, point: Point) -> list[Op]:
     return [Launch(key, seconds), Pass(point), Wait(key)] if seconds else []
 
 
-def _dispatches(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
+def _dispatches(times: LayerTimes, layer: int, schedule: Schedule, load: RankLoad) -> list[Op]:
     """The dispatches of all chunks; only the first one's wait is a receive hook."""
-    sent = enumerate(_shares(times, "dispatch_shares", _dispatch_chunks(schedule)))
-    return [Launch(f"dispatch.{layer}.{chunk}", times.dispatch * share, hooked=not chunk) for chunk, share in sent]
+    parts = enumerate(_shares(times, "dispatch_shares", _dispatch_chunks(schedule)))
+    return [
+        _launch(f"dispatch.{layer}.{chunk}", times.dispatch * share, load.sent, load.received, hooked=not chunk)
+        for chunk, share in parts
+    ]
 
 
-def _chunks(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
+def _launch(key: str, seconds: float, sent: float, received: float, *, hooked: bool) -> Launch:
+    """A transfer that takes `seconds` where ranks are balanced."""
+    return Launch(key, seconds * sent, None if sent == received else seconds * received, hooked=hooked)
+
+
+def _chunks(times: LayerTimes, layer: int, schedule: Schedule, load: RankLoad) -> list[Op]:
     """Experts and combine of each chunk. The combines' waits are receive hooks, unless the shared expert runs
     before."""
     hooked = schedule.shared_expert is not SharedExpert.COMBINE_RETURN
@@ -156,8 +217,9 @@ def _chunks(times: LayerTimes, layer: int, schedule: Schedule) -> list[Op]:
     for chunk, share in enumerate(_shares(times, "combine_shares", schedule.chunks)):
         if chunk < _dispatch_chunks(schedule):
             ops.append(Wait(f"dispatch.{layer}.{chunk}"))
-        ops.append(Compute(times.experts / schedule.chunks))
-        ops.append(Launch(f"combine.{layer}.{chunk}", times.combine * share, hooked=hooked))
+        ops.append(Compute(load.experts * times.experts / schedule.chunks))
+        combine = times.combine * share
+        ops.append(_launch(f"combine.{layer}.{chunk}", combine, load.received, load.sent, hooked=hooked))
     return ops
 
 

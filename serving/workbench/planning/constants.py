@@ -167,6 +167,36 @@ class PublishedGains(_Block):
     points: float
 
 
+class PublishedBalance(_Block):
+    """Published gains of balanced experts, as shares of the throughput, and what is assumed of the skew.
+
+    Attributes:
+        step: the schedule.
+        context: tokens of a sequence in the cache, or of a prompt.
+        redundant_experts: copies of the first experts, where nothing is balanced.
+        model: sizes in which the model differs from DeepSeek-V3.
+        zipf: the skew: exponents of the experts' popularity in the least and in the most skewed layer.
+        balancedness: the skew: the mean rank's load over the busiest's, in all layers.
+        fitted_to: the gain that the skew was fitted to; empty if to none of these.
+        gains: `perfect` balance, `rearranged` experts, or a placement with `N redundant` ones.
+    """
+
+    name: str
+    source: str
+    hardware: str
+    step: str
+    mode: str
+    ep: int
+    tokens: int
+    context: int
+    redundant_experts: int
+    model: Mapping[str, int] = {}
+    zipf: tuple[float, float] | None = None
+    balancedness: float | None = None
+    fitted_to: str = ""
+    gains: Mapping[str, float]
+
+
 class Constants(_Block):
     """The whole file, except `deepgemm`, `decode_profile` and `prefill_profile`: measurements that some constants were
     derived from."""
@@ -175,6 +205,7 @@ class Constants(_Block):
     hardware: Mapping[str, Hardware]
     models: Mapping[str, Mapping[str, int]]
     gates: PublishedGains
+    balancing: tuple[PublishedBalance, ...]
 
     def machine(self, name: str) -> Hardware:
         """The hardware of that name.

@@ -74,6 +74,16 @@ class LayerCosts:
         )
         return self._with_transfers(times, tokens, chunks, chunk_dispatch)
 
+    def of_layers(self, lanes: int = 1, chunks: int = 1, chunk_dispatch: bool = True) -> list[LaneCosts]:
+        """The same of every MoE layer; layers differ in the load of their busiest rank."""
+        load = self.workload
+        skews = load.skews or (load.skew,) * self.model.moe_layers
+        of_skew = {
+            skew: LayerCosts(self.model, self.hardware, replace(load, skew=skew)).lane(lanes, chunks, chunk_dispatch)
+            for skew in set(skews)
+        }
+        return [of_skew[skew] for skew in skews]
+
     def rest_s(self) -> float:
         """Seconds outside the MoE layers: dense layers and the head, unsplit."""
         tokens, model, kernels = self.workload.tokens, self.model, self.kernels()

@@ -16,6 +16,9 @@ from serving.workbench.planning.plan import plain_step, predict_step
 from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch import SCHEDULES
 
+NAME_WIDTH = 56
+"""Of a printed gate's name."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -50,7 +53,7 @@ class Gate:
     def __str__(self) -> str:
         value = f"{self.predicted:+.1%}" if self.unit == "gain" else f"{self.predicted:.0f} {self.unit}"
         verdict = "passed" if self.passed else f"MISSED ({self.cause})" if self.cause else "FAILED"
-        return f"{self.name:48} {value:>12} {self.observed:>24} {self.distance * 100:8.1f}  {verdict}"
+        return f"{self.name:{NAME_WIDTH}} {value:>12} {self.observed:>24} {self.distance * 100:8.1f}  {verdict}"
 
 
 def published_gates() -> list[Gate]:

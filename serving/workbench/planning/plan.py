@@ -5,7 +5,7 @@ Predict the best schedule for a machine that is not at hand, its token threshold
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,37 +33,44 @@ class Step:
     exposed_s: float
 
 
-def lane_program(costs: LaneCosts, layers: int, schedule: Schedule) -> list[Op]:
-    """One lane's operations: `layer_program`, with sending before every launch and receiving after every wait."""
-    sends = {"dispatch": costs.send_dispatch, "combine": costs.send_combine}
-    receives = {"dispatch": costs.receive_dispatch, "combine": costs.receive_combine}
+def lane_program(costs: Sequence[LaneCosts], schedule: Schedule) -> list[Op]:
+    """One lane's operations: `layer_program`, with sending before every launch and receiving after every wait.
+
+    Args:
+        costs: of every MoE layer.
+    """
     chunks = {"dispatch": schedule.chunks if schedule.chunk_dispatch else 1, "combine": schedule.chunks}
+
+    def kernel_s(way: str, key: str) -> float:
+        kind, layer, _ = key.split(".")
+        seconds: float = getattr(costs[int(layer)], f"{way}_{kind}")
+        return seconds / chunks[kind]
+
     program: list[Op] = []
-    for op in layer_program(costs.times, layers, schedule):
+    for op in layer_program([each.times for each in costs], len(costs), schedule):
         match op:
             case Launch(key):
-                kind = key.split(".")[0]
-                program += [Compute(sends[kind] / chunks[kind]), op]
+                program += [Compute(kernel_s("send", key)), op]
             case Wait(key):
-                kind = key.split(".")[0]
-                program += [op, Compute(receives[kind] / chunks[kind])]
+                program += [op, Compute(kernel_s("receive", key))]
             case _:
                 program.append(op)
     return program
 
 
 def predict_step(costs: LayerCosts, schedule: Schedule) -> Step:
-    lane = costs.lane(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
-    program = lane_program(lane, costs.model.moe_layers, schedule)
+    lanes = costs.of_layers(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
+    program = lane_program(lanes, schedule)
     return _step(costs, schedule, simulate([program] * schedule.lanes, schedule))
 
 
 def plain_step(costs: LayerCosts) -> Step:
     """Simulate one step with nothing overlapped, not even the shared expert: the plain forward of most engines."""
-    lane = costs.lane()
-    times = replace(lane.times, attn_core=lane.times.attn_core + lane.times.shared, shared=0.0)
-    program = lane_program(replace(lane, times=times), costs.model.moe_layers, SERIAL)
-    return _step(costs, SERIAL, simulate([program], SERIAL))
+    lanes = [
+        replace(lane, times=replace(lane.times, attn_core=lane.times.attn_core + lane.times.shared, shared=0.0))
+        for lane in costs.of_layers()
+    ]
+    return _step(costs, SERIAL, simulate([lane_program(lanes, SERIAL)], SERIAL))
 
 
 def _step(costs: LayerCosts, schedule: Schedule, line: Timeline) -> Step:
@@ -134,7 +141,8 @@ class Plan:
 def make_plan(
     model: ModelShape, hardware: Hardware, workload: Workload, *, max_lanes: int = 4, max_chunks: int = 4
 ) -> Plan:
-    """Search all schedules, simulate the best exactly, and find the token threshold; never more lanes than tokens.
+    """Search all schedules, simulate the best exactly, and find the token threshold; never more lanes than tokens. The
+    search takes all layers as alike in their skew.
 
     Raises:
         ConfigError: there are no published figures for this machine, or a limit of the search is too small.

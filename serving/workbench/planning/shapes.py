@@ -142,7 +142,8 @@ class Workload:
         ep: number of ranks.
         tokens_per_sequence: 1, except in verify.
         redundant_experts: copies of experts besides the model's own.
-        skew: load of the busiest rank over the mean; 1 is balanced.
+        skew: load of the busiest rank over the mean; 1 is balanced. The mean of `skews`, if those are given.
+        skews: the same of every MoE layer; empty if layers are alike.
     """
 
     mode: Mode
@@ -152,3 +153,4 @@ class Workload:
     tokens_per_sequence: int = 1
     redundant_experts: int = 0
     skew: float = 1.0
+    skews: tuple[float, ...] = ()

@@ -12,16 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from serving.arguments.fields import Flag
 from serving.hub import find_checkpoint, looks_like_name
 from serving.workbench.bench.options import FileOptions
 from serving.workbench.bench.provenance import provenance_of
 from serving.workbench.bench.statistics import write_json
+from serving.workbench.planning.balancing import balancing_gates
 from serving.workbench.planning.constants import load_constants
-from serving.workbench.planning.gates import Gate, published_gates
+from serving.workbench.planning.gates import NAME_WIDTH, Gate, published_gates
+from serving.workbench.planning.loads import skews_of_files
 from serving.workbench.planning.plan import Plan, make_plan
 from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch.errors import ConfigError
@@ -33,7 +37,9 @@ _TOKENS = {Mode.PREFILL: 8192, Mode.DECODE: 128, Mode.VERIFY: 256}
 class Options(FileOptions):
     """What to predict."""
 
-    hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib or gb200-nvl72")] = "h100-ib"
+    hardware: Annotated[str, Field(description="h100-ib, h800-ib, h200-ib, h20-ib, gb200-nvl72 or mi355-xgmi")] = (
+        "h100-ib"
+    )
     model: Annotated[
         str,
         Field(
@@ -48,7 +54,13 @@ class Options(FileOptions):
     context: Annotated[int, Field(ge=1, description="tokens of a sequence in the cache, or of a prompt")] = 4096
     tokens_per_sequence: Annotated[int, Field(ge=1, description="in verify steps")] = 2
     redundant_experts: Annotated[int, Field(ge=0, description="copies of experts in addition to the model's own")] = 0
-    skew: Annotated[float, Field(ge=1, description="load of the busiest rank over the mean")] = 1.0
+    skew: Annotated[float, Field(ge=1, description="load of the busiest rank over the mean: 1 / balancedness")] = 1.0
+    expert_loads: Annotated[
+        Path | None, Flag(metavar="FILE"), Field(description="skew of every layer from loads: .npy or .json")
+    ] = None
+    expert_placement: Annotated[
+        Path | None, Flag(metavar="FILE"), Field(description="the ranks' experts, for --expert-loads; default by id")
+    ] = None
     max_lanes: Annotated[int, Field(ge=1, description="most lanes to try")] = 4
     max_chunks: Annotated[int, Field(ge=1, description="most chunks to try")] = 4
     gates: Annotated[bool, Field(description="compare with published gains instead; fails at an unknown miss")] = False
@@ -82,16 +94,19 @@ def _check(options: Options) -> None:
     given = [name for name, field in fields.items() if getattr(options, name) != field.get_default()]
     compares = [name for name in _COMPARES if name in given]
     if compares:
-        wrong, why = set(given) - {*_COMPARES, "json_file"}, f"--{compares[0]}, which predicts nothing new"
+        wrong, why = set(given) - {*_COMPARES, "json_file"}, f"with --{compares[0]}, which predicts nothing new"
+    elif options.mode is not Mode.VERIFY and "tokens_per_sequence" in given:
+        wrong, why = {"tokens_per_sequence"}, f"with --mode {options.mode}; verify steps have it"
+    elif options.expert_loads is None:
+        wrong, why = set(given) & {"expert_placement"}, "without --expert-loads, whose balance it changes"
     else:
-        wrong, why = set(given) & {"tokens_per_sequence"}, f"--mode {options.mode}; verify steps have it"
-        wrong = set() if options.mode is Mode.VERIFY else wrong
+        wrong, why = set(given) & {"skew"}, "with --expert-loads, which say how skewed every layer is"
     if wrong:
-        raise ConfigError(f"--{sorted(wrong)[0].replace('_', '-')} has no effect with {why}. Remove it.")
+        raise ConfigError(f"--{sorted(wrong)[0].replace('_', '-')} has no effect {why}. Remove it.")
 
 
 def _compare(options: Options) -> list[Gate]:
-    gates = published_gates() if options.gates else []
+    gates = [*published_gates(), *balancing_gates()] if options.gates else []
     if options.measured or options.live:
         from serving.workbench.bench.runtime.overlap import Options as Bench  # these need torch
         from serving.workbench.planning.measured import gates_of_results, live_gates
@@ -112,6 +127,15 @@ def _plan(options: Options) -> Plan:
     if "/" in folder and looks_like_name(folder):  # a name without `/` is a preset
         folder = str(find_checkpoint(folder, "--model").folder)
     hardware, model = constants.machine(options.hardware), read_model(folder)
+    if options.ep > model.experts + options.redundant_experts:
+        raise ConfigError(
+            f"{options.ep} ranks for {model.experts} experts and {options.redundant_experts} copies: some ranks would "
+            "have none. Take fewer ranks or more copies."
+        )
+    skews: tuple[float, ...] = ()
+    if options.expert_loads is not None:
+        files = options.expert_loads, options.expert_placement
+        skews = skews_of_files(model, options.ep, options.redundant_experts, *files)
     mode = options.mode
     workload = Workload(
         mode=mode,
@@ -120,18 +144,14 @@ def _plan(options: Options) -> Plan:
         ep=options.ep,
         tokens_per_sequence=options.tokens_per_sequence if mode is Mode.VERIFY else 1,
         redundant_experts=options.redundant_experts,
-        skew=options.skew,
+        skew=fmean(skews) if skews else options.skew,
+        skews=skews,
     )
-    if options.ep > model.experts + options.redundant_experts:
-        raise ConfigError(
-            f"{options.ep} ranks for {model.experts} experts and {options.redundant_experts} copies: some ranks would "
-            "have none. Take fewer ranks or more copies."
-        )
     return make_plan(model, hardware, workload, max_lanes=options.max_lanes, max_chunks=options.max_chunks)
 
 
 def print_gates(gates: Sequence[Gate]) -> None:
-    print(f"{'':48} {'predicted':>12} {'observed':>24} {'points off':>10}")
+    print(f"{'':{NAME_WIDTH}} {'predicted':>12} {'observed':>24} {'points off':>10}")
     for gate in gates:
         print(gate)
     missed = sum(not gate.passed for gate in gates)
@@ -142,8 +162,10 @@ def print_plan(plan: Plan) -> None:
     load = plan.workload
     print(
         f"prediction for {plan.model.name} on {plan.hardware.name}, EP {load.ep}, {load.mode}: "
-        f"{load.tokens} tokens a rank, context {load.context}, busiest rank {load.skew:g}x"
+        f"{load.tokens} tokens a rank, context {load.context}, busiest rank {load.skew:.3g}x"
     )
+    if load.skews:
+        print(f"  balance    busiest rank {min(load.skews):.2f}x to {max(load.skews):.2f}x the mean, by layer")
     if plan.extrapolated:
         print("  the link's figures were not published for so many ranks; the nearest row was taken")
     print(f"  best       {plan.best.schedule.describe()}")

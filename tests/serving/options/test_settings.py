@@ -22,6 +22,7 @@ from settings_effects import EFFECTS, as_text
 from settings_table import CASES, HEAD, Case
 
 from moe import ExpertPlacement
+from moe.balance import write_loads
 from serving import generate
 from serving.cli import main
 from serving.options import GENERATE, SERVE, TRACE, TUNE, Table, merge, read_layers, resolve, resolve_keywords
@@ -87,7 +88,8 @@ def known(table: Table, words: Sequence[str]) -> list[str]:
 
 def beside(table: Table, case: Case, name: str) -> list[str]:
     words = known(table, case.beside) if not case.beside or case.beside[0].startswith("--") else list(case.beside)
-    if "tiny-lab/tiny" in words or name in ("model", "url", "files", "seconds") or "--url" in words:
+    alone = {"--url", "--expert-loads"} & set(words)
+    if "tiny-lab/tiny" in words or name in ("model", "url", "files", "seconds", "expert_loads") or alone:
         return words
     return [str(TINY_MOE), *words]
 
@@ -299,6 +301,8 @@ SIMULATE: dict[str, tuple[list[str], list[str]]] = {
     "tokens_per_sequence": (["--tokens-per-sequence", "4"], ["--mode", "verify"]),
     "redundant_experts": (["--redundant-experts", "32"], []),
     "skew": (["--skew", "1.5"], []),
+    "expert_loads": (["--expert-loads", "loads.npy"], []),
+    "expert_placement": (["--expert-placement", "placement.json"], ["--expert-loads", "loads.npy"]),
     "max_lanes": (["--max-lanes", "1"], []),
     "max_chunks": (["--max-chunks", "1"], ["--max-lanes", "1", "--mode", "prefill"]),
     "gates": (["--gates"], []),
@@ -307,8 +311,13 @@ SIMULATE: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(set(SimulateOptions.model_fields) - {"measured", "live"}))
-def test_every_flag_of_simulate_changes_what_is_planned(name: str) -> None:
+def test_every_flag_of_simulate_changes_what_is_planned(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words, beside = SIMULATE[name]
+    monkeypatch.chdir(tmp_path)
+    write_loads("loads.npy", np.tile(np.arange(256.0), (58, 1))[None])
+    ExpertPlacement(np.tile(np.random.default_rng(0).permutation(256), (58, 1)), 256, 32).save("placement.json")
     seen = []
     for given in (beside, [*beside, *words]):
         calls = mock.Mock()
@@ -316,6 +325,7 @@ def test_every_flag_of_simulate_changes_what_is_planned(name: str) -> None:
             mock.patch.object(simulate, "make_plan", calls.plan),
             mock.patch.object(simulate, "print_plan"),
             mock.patch.object(simulate, "published_gates", calls.gates),
+            mock.patch.object(simulate, "balancing_gates", list),
             mock.patch.object(simulate, "print_gates"),
             mock.patch.object(simulate, "write_json", calls.json),
         ):

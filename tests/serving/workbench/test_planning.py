@@ -142,7 +142,7 @@ def test_what_chunks_cost_a_transport_that_reduces(experts: int, top_k: int, pla
 @pytest.mark.parametrize("schedule", [*SIMULATED, Schedule("2x2", chunks=2, chunk_dispatch=False)])
 def test_the_program_is_the_runtimes_with_the_transfers_kernels_in_it(schedule: Schedule) -> None:
     lane = costs().lane(schedule.lanes, schedule.chunks, schedule.chunk_dispatch)
-    program, plain = lane_program(lane, 3, schedule), layer_program(lane.times, 3, schedule)
+    program, plain = lane_program([lane] * 3, schedule), layer_program(lane.times, 3, schedule)
     assert [op for op in program if not isinstance(op, Compute)] == [op for op in plain if not isinstance(op, Compute)]
     total = sum(op.seconds for op in program if isinstance(op, Compute))
     assert total == pytest.approx(3 * lane.folded().compute_s)

@@ -8,18 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from repository import ROOT
 
 from model_runner import RandomQwen3Moe, make_random_qwen3_moe
+from moe.balance import write_loads
+from moe.placement import ExpertPlacement
 from serving.cli import main
 from serving.workbench.arms.programs import write_steps
 from serving.workbench.bench.runtime.overlap import Options as Bench
 from serving.workbench.bench.statistics import write_json
-from serving.workbench.planning import simulate
+from serving.workbench.planning import balancing, simulate
+from serving.workbench.planning.balancing import balancing_gates
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.gates import Gate, crossover, published_gates
+from serving.workbench.planning.loads import skews_of_files
 from serving.workbench.planning.measured import gates_of_results, live_gates, over_link
 from serving.workbench.planning.plan import make_plan, predict_step
 from serving.workbench.planning.shapes import Mode, Workload, read_model
@@ -72,7 +77,23 @@ def test_a_known_miss_is_printed_as_one(
     lines = capsys.readouterr().out.splitlines()
     (verify,) = [line for line in lines if line.startswith("verify")]
     assert "10.1  MISSED" in verify
-    assert lines[-1] == "1 of 7 gates missed"
+    assert lines[-1] == "1 of 12 gates missed"
+
+
+def test_published_gains_of_balance_are_met() -> None:
+    """Row by row; where the document differs, put these in."""
+    gates = balancing_gates()
+    assert [str(gate) for gate in gates if not gate.passed] == []
+    assert sum("fitted" not in gate.name for gate in gates) == 2
+    text = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| ((?:SGLang|ATOM) .*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    expected = [(g.name, f"{g.predicted:+.1%}", g.observed, f"{g.distance * 100:.1f}%") for g in gates]
+    assert shown == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)
+
+
+def test_gates_of_balance_notice_a_planner_that_does_not_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balancing, "plan_placement", lambda loads, placement: placement)
+    assert sum(gate.failed for gate in balancing_gates()) == 4  # all but that of perfect balance
 
 
 def test_crossover_by_hand() -> None:
@@ -220,6 +241,39 @@ def test_the_command_says_prediction(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert written["prediction"] is True
     assert written["best"]["schedule"]["lanes"] == 2
     assert written["speedup"] == pytest.approx(written["serial"]["seconds"] / written["best"]["seconds"])
+
+
+def test_loads_from_a_file_say_how_long_every_layer_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In half of the layers one rank has twice the mean: the mean of a balanced step and of one with such a rank."""
+    loads = np.ones((2, 58, 256))
+    loads[:, :29, :8] = 62 / 30  # of 32 ranks, the first: 2 of the mean
+    write_loads(tmp_path / "loads.npy", loads)
+    words = ["simulate", "--mode", "prefill", "--max-lanes", "1", "--max-chunks", "1"]
+
+    def serial_s(*more: str) -> float:
+        assert main([*words, *more, "--json", str(tmp_path / "plan.json")]) == 0
+        return float(json.loads((tmp_path / "plan.json").read_text())["serial"]["seconds"])
+
+    of_file = serial_s("--expert-loads", str(tmp_path / "loads.npy"))
+    assert "busiest rank 1.00x to 2.00x the mean, by layer" in capsys.readouterr().out
+    assert of_file == pytest.approx((serial_s() + serial_s("--skew", "2")) / 2, rel=1e-3)
+    turned = np.roll(np.arange(256).reshape(32, 8), 1, axis=1).ravel()  # each rank holds what it held before
+    spread = np.arange(256).reshape(8, 32).T.ravel()  # and here the first eight are on eight ranks
+    for experts, expected in ((turned, of_file), (spread, serial_s("--skew", str(1 + 12 / 124 / 2)))):
+        ExpertPlacement(np.tile(experts, (58, 1)), 256, 32).save(tmp_path / "placement.yaml")
+        files = ("--expert-loads", str(tmp_path / "loads.npy"), "--expert-placement", str(tmp_path / "placement.yaml"))
+        assert serial_s(*files) == pytest.approx(expected, rel=1e-3)
+
+
+def test_loads_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = read_model("deepseek-v3")
+    write_loads(tmp_path / "loads.npy", np.ones((58, 128)))
+    with pytest.raises(ConfigError, match="has 58 MoE layers of 128 experts, but deepseek-v3 has 58 of 256"):
+        skews_of_files(model, 32, 0, tmp_path / "loads.npy", None)
+    write_loads(tmp_path / "loads.npy", np.ones((58, 256)))
+    ExpertPlacement.default(58, 256, 16).save(tmp_path / "placement.json")
+    with pytest.raises(ConfigError, match="58 MoE layers on 16 ranks, but the step has 256 of 58 on 32"):
+        skews_of_files(model, 32, 0, tmp_path / "loads.npy", tmp_path / "placement.json")
 
 
 def test_figures_beyond_the_tables_are_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from layer_times import efficiency_of, scaled
 
 from ubatch.errors import ConfigError
-from ubatch.schedules.lane_program import LayerTimes, UnevenTimes, layer_program
+from ubatch.schedules.lane_program import LayerTimes, RankLoad, UnevenTimes, layer_program, rank_loads
 from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, get_schedule
 from ubatch.schedules.simulator import (
     Compute,
@@ -192,6 +192,54 @@ def test_a_rank_that_is_alike_changes_nothing() -> None:
         programs = [layer_program(times, 6, schedule)] * schedule.lanes
         alone = simulate(programs, schedule, 0.01)
         assert simulate_ranks([programs, programs], schedule, 0.01) == [alone, alone]
+
+
+def seconds_of_ranks(times: LayerTimes, tokens: list[list[float]], schedule: Schedule) -> float:
+    """Of a step in which the experts of each rank get `tokens[layer][rank]`."""
+    loads = zip(*map(rank_loads, tokens), strict=True)
+    ranks = [[layer_program(times, len(tokens), schedule, own)] * schedule.lanes for own in loads]
+    return max(line.seconds for line in simulate_ranks(ranks, schedule))
+
+
+def test_a_step_lasts_as_long_as_its_busiest_rank() -> None:
+    """One lane, by hand: the busiest rank's experts, and both its transfers, take 1.6 times as long."""
+    serial, times = get_schedule("serial"), LayerTimes(attn_core=1.0, experts=2.0, dispatch=0.5, combine=0.25)
+    assert seconds_of_ranks(times, [[1.0] * 4] * 3, serial) == pytest.approx(3 * 3.75)
+    skewed = [[16.0, 8.0, 8.0, 8.0]] * 3
+    assert seconds_of_ranks(times, skewed, serial) == pytest.approx(3 * (1.0 + 1.6 * 2.75))
+    programs = [[layer_program(times, 3, serial, [load] * 3)] for load in rank_loads(skewed[0])]
+    lines = simulate_ranks(programs, serial)
+    assert [line.compute_s for line in lines] == pytest.approx([3 * 4.2, *[3 * 2.6] * 3])
+    # The busier direction: the busiest rank receives 1.6 dispatches, 0.8 combines; others send 3.2 / 3 and 0.8 of one.
+    busy = [1.6 * 0.5 + 0.8 * 0.25, *[3.2 / 3 * 0.5 + 0.8 * 0.25] * 3]
+    assert [line.communication_s for line in lines] == pytest.approx([3 * seconds for seconds in busy])
+
+
+def test_where_the_busiest_rank_differs_by_layer_none_rests() -> None:
+    """All ranks compute the same in total, and still every layer waits for its busiest one."""
+    times = LayerTimes(attn_core=1.0, experts=2.0, dispatch=0.0, combine=0.0)
+    turns = [[16.0, 8.0, 8.0, 8.0], [8.0, 16.0, 8.0, 8.0], [8.0, 8.0, 16.0, 8.0], [8.0, 8.0, 8.0, 16.0]]
+    for schedule in SIMULATED:
+        lane = scaled(times, 1 / schedule.lanes)
+        same = seconds_of_ranks(lane, [turns[0]] * 4, schedule)
+        assert same == pytest.approx(4 * (1.0 + 1.6 * 2.0))
+        balanced = seconds_of_ranks(lane, [[1.0] * 4] * 4, schedule)
+        assert balanced < seconds_of_ranks(lane, turns, schedule) <= same * 1.0001
+    assert seconds_of_ranks(times, turns, get_schedule("serial")) == pytest.approx(same)
+
+
+def test_loads_of_ranks() -> None:
+    assert rank_loads([3.0, 1.0]) == [RankLoad(1.5, 1.5, 0.5), RankLoad(0.5, 0.5, 1.5)]
+    assert rank_loads([0.0, 0.0, 0.0]) == [RankLoad()] * 3
+    times = LayerTimes(attn_core=1.0, experts=2.0, dispatch=0.5, combine=0.25)
+    assert layer_program(times, 2, VLLM, [RankLoad()] * 2) == layer_program(times, 2, VLLM)
+    for wrong in ([1.0], [1.0, -1.0]):
+        with pytest.raises(ConfigError, match="two ranks or more, 0 at least"):
+            rank_loads(wrong)
+    with pytest.raises(ConfigError, match="at least 0"):
+        RankLoad(experts=-1.0)
+    with pytest.raises(ConfigError, match="loads of 1 layers were given for 2"):
+        layer_program(times, 2, VLLM, [RankLoad()])
 
 
 def test_uneven_chunks() -> None:

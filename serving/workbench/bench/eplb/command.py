@@ -1,0 +1,100 @@
+"""`ubatch bench eplb`: what balanced experts gain and cost, on two ranks with skewed routers over an emulated link.
+
+    gain       without, with, and with perfect balance; with DBO and without
+    same       greedy tokens with balance against those without
+    predict    the simulator's times of skewed steps, from the stages of balanced ones
+    counting   what counting the load costs, timed alone
+    moving     steps while experts move, against steps while they do not
+
+The model is a random Qwen3-MoE of 100 M parameters; steps are prefills, and every rank is pinned to a core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from moe.balance import EplbConfig
+from serving.ranks import run_ranks
+from serving.workbench.bench.eplb.counting import measure_counting
+from serving.workbench.bench.eplb.gain import measure_gain
+from serving.workbench.bench.eplb.moving import measure_moving
+from serving.workbench.bench.eplb.predict import measure_predictions
+from serving.workbench.bench.eplb.same import compare_tokens
+from serving.workbench.bench.eplb.skewed import Skew, SkewedModels, open_skewed
+from serving.workbench.bench.options import ENGINE
+from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
+
+_QUICK_BLOCKS = 3
+
+
+class Part(StrEnum):
+    GAIN = "gain"
+    SAME = "same"
+    PREDICT = "predict"
+    COUNTING = "counting"
+    MOVING = "moving"
+
+
+class Options(StepOptions):
+    """What to measure."""
+
+    measures = (*ENGINE, "serving/workbench/arms", "serving/workbench/bench/step_setting.py")
+
+    only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
+    quick: Annotated[bool, Field(description="few blocks and steps: shows that it runs, not how fast")] = False
+    balancedness: Annotated[
+        float, Field(gt=0, le=1, description="mean / busiest rank of experts in the order of their ids")
+    ] = 0.65
+    exponent: Annotated[float, Field(ge=0, description="of the experts' popularity")] = 1.0
+    redundant_experts: Annotated[int, Field(ge=0, description="experts in addition to the model's own")] = 0
+    step_interval: Annotated[int, Field(ge=1, description="steps from one plan to the next")] = 500
+    ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 0.5
+    new_tokens: Annotated[int, Field(ge=1, description="same: generated for every prompt")] = 32
+
+    moving_steps: Annotated[
+        int, Field(ge=1, description="moving: steps while experts move, and three times as many while they do not")
+    ] = 500
+
+    @property
+    def rounds(self) -> int:
+        """Blocks that are measured."""
+        return min(self.blocks, _QUICK_BLOCKS) if self.quick else self.blocks
+
+
+_MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
+    Part.GAIN: lambda models, options: measure_gain(models, options.rounds),
+    Part.SAME: lambda models, options: compare_tokens(models, options.new_tokens),
+    Part.PREDICT: lambda models, options: measure_predictions(models, options.rounds),
+    Part.COUNTING: lambda models, options: measure_counting(models, options.rounds),
+    Part.MOVING: lambda models, options: measure_moving(models, options.moving_steps, options.rounds),
+}
+
+
+def run(options: Options) -> int:
+    """Measure the parts asked for; returns 1 if one is void or its tokens differ."""
+    print(options.describe(), flush=True)
+    with model_folder(options) as model:
+        results: dict[str, Any] = run_ranks(_on_rank, options.ranks, options, model)
+    options.write(results)
+    return 1 if any(getattr(result, "void", False) for result in results.values()) else 0
+
+
+@torch.inference_mode()
+def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    skew = Skew(options.balancedness, options.exponent)
+    eplb = EplbConfig(num_redundant_experts=options.redundant_experts, step_interval=options.step_interval)
+    with open_skewed(rank, options, model, skew, eplb) as models:
+        calibrate(models.settings["perfect"], 2, options.ratio)
+        for part in options.only:
+            results[str(part)] = _MEASURES[part](models, options)
+            if rank == 0:
+                results[str(part)].print()
+                print(end="", flush=True)
+    return results

@@ -1,0 +1,85 @@
+"""What balanced experts gain: steps without, with, and with perfect balance; in one lane, and in two under DBO.
+
+of_possible   (with - without) / (perfect - without), in throughput
+possible      perfect / without, in throughput; below `LEAST_POSSIBLE` there is nothing to measure
+both          throughput of DBO and balance together over that of the better one alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from serving.workbench.bench.eplb.skewed import SkewedModels
+from serving.workbench.bench.statistics import Arm, Interval, bootstrap, fastest, paired, print_arms, table
+from serving.workbench.bench.step_setting import interleave_on_ranks
+
+LEAST_POSSIBLE = 1.15
+_LANES = (1, 2)
+
+
+@dataclass(frozen=True)
+class GainResult:
+    """Figures of steps over one link.
+
+    Attributes:
+        balancedness: mean / busiest rank in the measured batch, mean over the layers, by setting.
+        gain: throughput with over without, by lanes.
+        possible, of_possible: see the module's top, by lanes.
+        both: see the module's top.
+        arms_ms: raw block means, slowest rank, by setting and lanes.
+    """
+
+    bytes_per_s: float
+    balancedness: Mapping[str, float]
+    gain: Mapping[int, Interval]
+    possible: Mapping[int, Interval]
+    of_possible: Mapping[int, Interval]
+    both: Interval
+    arms_ms: Mapping[str, Sequence[float]]
+
+    @property
+    def void(self) -> bool:
+        """Whether perfect balance gains too little in one lane for the share of it to mean anything."""
+        return self.possible[1].median < LEAST_POSSIBLE
+
+    def print(self) -> None:
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in self.balancedness.items())
+        print(f"\ngain (link {self.bytes_per_s / 1e6:.1f} MB/s; balancedness: {shown})")
+        print_arms(self.arms_ms, ".1f")
+        rows = [(str(lanes), self.gain[lanes], self.possible[lanes], self.of_possible[lanes]) for lanes in _LANES]
+        print(table({"lanes": "", "gain": ".3f", "possible": ".3f", "of_possible": ".3f"}, rows))
+        print(f"  DBO and balance over the better one alone   {self.both:.3f}")
+        if self.void:
+            print(f"  void: perfect balance gains less than {LEAST_POSSIBLE:g}x, there is nothing to measure")
+
+
+def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
+    """Run all arms, and compute the figures. Every rank calls it; all get the same."""
+    arms: dict[str, Arm] = {
+        f"{name} {lanes}": partial(setting.timed, setting.schedule(lanes))
+        for lanes in _LANES
+        for name, setting in models.settings.items()
+    }
+    found = interleave_on_ranks(arms, blocks, "gain")
+
+    def of(name: str, lanes: int) -> Sequence[float]:
+        return found[f"{name} {lanes}"]
+
+    alone = fastest(found, ("with 1", "without 2"))
+    return GainResult(
+        models.link.bytes_per_s,
+        {name: models.balancedness(name) for name in models.settings},
+        {lanes: paired(of("without", lanes), of("with", lanes)) for lanes in _LANES},
+        {lanes: paired(of("without", lanes), of("perfect", lanes)) for lanes in _LANES},
+        {lanes: share_of_possible(*(of(name, lanes) for name in ("without", "with", "perfect"))) for lanes in _LANES},
+        paired(found[alone], of("with", 2)),
+        found,
+    )
+
+
+def share_of_possible(without: Sequence[float], balanced: Sequence[float], perfect: Sequence[float]) -> Interval:
+    """(with - without) / (perfect - without) of throughputs, from times by block."""
+    columns = zip(without, balanced, perfect, strict=True)
+    return bootstrap([(1 / own - 1 / least) / (1 / most - 1 / least) for least, own, most in columns])

@@ -1,0 +1,145 @@
+"""What steps feel of experts that move: every expert of every layer changes its rank, again and again, and steps with
+this going on take turns with steps without, A B B A.
+
+    median    of the steps of a block while experts move, over that of its other steps
+    p99       of all steps while experts move, over that of all others
+    steps     that a full rearrangement takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe.placement import ExpertPlacement
+from serving.progress import progress
+from serving.workbench.bench.eplb.skewed import SkewedModels, placement_of
+from serving.workbench.bench.statistics import Interval, paired, print_arms, table
+
+MOST_MEDIAN, MOST_P99 = 1.02, 1.10
+STILL_TO_MOVING = 3
+"""Steps in which nothing moves, for each in which experts do."""
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class MovingResult:
+    """Figures of steps in two lanes.
+
+    Attributes:
+        steps: measured, in all; `moving_steps` of them while experts moved.
+        median, p99: see the module's top.
+        rearrangements: steps that each full rearrangement took.
+        moved_bytes: between ranks, in all.
+        arms_ms: median of every block, slowest rank.
+        steps_ms: raw times of all steps, slowest rank.
+    """
+
+    steps: int
+    moving_steps: int
+    median: Interval
+    p99: Interval
+    rearrangements: Sequence[int]
+    moved_bytes: int
+    arms_ms: Mapping[str, Sequence[float]]
+    steps_ms: Mapping[str, Sequence[float]]
+
+    def print(self) -> None:
+        moved = f"{self.moved_bytes / 1e6:.0f} MB"
+        print(f"\nmoving: {self.steps} steps, {self.moving_steps} of them while experts moved, {moved} in all")
+        print_arms(self.arms_ms, ".1f")
+        print(table({"over steps without": "", "": ".3f"}, [("median", self.median), ("p99", self.p99)]))
+        print(f"  steps of a full rearrangement   {', '.join(map(str, self.rearrangements)) or 'none ended'}")
+
+
+def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> MovingResult:
+    """Move experts back and forth. Every rank calls it; all get the same.
+
+    Args:
+        moving_steps: to measure while experts move, at least.
+        each: of them in each half of a block.
+    """
+    setting, rearranger = models.settings["with"], models.rearranger
+    schedule = setting.schedule(2)
+    blocks: dict[str, list[list[float]]] = {"still": [], "moving": []}
+    rearrangements: list[int] = []
+    taken, moved = 0, 0
+
+    def run(count: int, moving: bool) -> list[float]:
+        nonlocal taken, moved
+        times = []
+        with nullcontext() if moving else rearranger.paused():
+            for _ in range(count):
+                if moving and not rearranger.mover.busy:
+                    rearranger.begin(on_next_ranks(placement_of(setting)))
+                times.append(setting.timed(schedule))
+                if not moving:
+                    continue
+                taken += 1
+                for news in rearranger.news():
+                    moved += news.num_bytes
+                    if news.over:
+                        rearrangements.append(taken)
+                        taken = 0
+        return times
+
+    run(each, False)
+    run(each, True)
+    for _ in progress(range(-(-moving_steps // (2 * each))), desc="moving", show=dist.get_rank() == 0):
+        found: dict[str, list[float]] = {"still": [], "moving": []}
+        for name, count in (
+            ("still", STILL_TO_MOVING * each),
+            ("moving", each),
+            ("moving", each),
+            ("still", STILL_TO_MOVING * each),
+        ):
+            found[name] += run(count, name == "moving")
+        for name, times in found.items():
+            blocks[name].append(times)
+    while rearranger.mover.busy:  # to its end, so that later parts find all at rest
+        setting.step(schedule)
+    rearranger.news()
+    return _result({name: _slowest(of) for name, of in blocks.items()}, rearrangements, moved)
+
+
+def on_next_ranks(placement: ExpertPlacement) -> ExpertPlacement:
+    """The same experts together, but each rank's on the next one: all of them move, and the balance stays."""
+    each = placement.slots_per_rank
+    return replace(placement, experts=np.roll(placement.experts, each, axis=1))
+
+
+def _slowest(blocks: Sequence[Sequence[float]]) -> list[list[float]]:
+    table = torch.tensor(blocks, dtype=torch.float64)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    found: list[list[float]] = table.tolist()
+    return found
+
+
+def _result(blocks: Mapping[str, list[list[float]]], rearrangements: list[int], moved: int) -> MovingResult:
+    medians = {name: [median(block) for block in of] for name, of in blocks.items()}
+    flat = {name: [value for block in of for value in block] for name, of in blocks.items()}
+    return MovingResult(
+        steps=sum(map(len, flat.values())),
+        moving_steps=len(flat["moving"]),
+        median=paired(medians["moving"], medians["still"]),
+        p99=ratio_of_p99(blocks["moving"], blocks["still"]),
+        rearrangements=rearrangements,
+        moved_bytes=moved,
+        arms_ms=medians,
+        steps_ms=flat,
+    )
+
+
+def ratio_of_p99(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> Interval:
+    """Ratio of the 99th percentiles over all blocks, with its 95% interval, by resampling blocks (seeded)."""
+    above, below = np.asarray(numerators), np.asarray(denominators)
+    draws = np.random.default_rng(0).integers(0, len(above), size=(_RESAMPLES, len(above)))
+    ratios = [np.percentile(above[draw], 99) / np.percentile(below[draw], 99) for draw in draws]
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Interval(float(np.percentile(above, 99) / np.percentile(below, 99)), float(low), float(high))

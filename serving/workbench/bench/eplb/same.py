@@ -1,0 +1,69 @@
+"""Whether balanced experts generate what others generate: greedy tokens, with experts in other places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from model_runner import GenerationOutput, SamplingParams, generate
+from serving.workbench.bench.eplb.skewed import SkewedModels
+
+_TIE = 1e-4
+"""Two tokens whose log probabilities differ by less may change places by rounding."""
+
+
+@dataclass(frozen=True)
+class SameResult:
+    """Generated tokens of all ranks.
+
+    Attributes:
+        tokens: generated, over all prompts.
+        different: tokens that another token was expected for, and that are no tie. Those behind a tie do not count.
+        ties: prompts that go on differently after a tie.
+    """
+
+    tokens: int
+    different: int
+    ties: int
+
+    @property
+    def void(self) -> bool:
+        """Whether tokens differ."""
+        return self.different > 0
+
+    def print(self) -> None:
+        print(f"\nsame tokens: {self.different} of {self.tokens} differ ({self.ties} prompts behind a tie left out)")
+
+
+def compare_tokens(models: SkewedModels, new_tokens: int) -> SameResult:
+    """Generate with and without balance. Every rank calls it, with its own prompts."""
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=2)
+    outputs = []
+    for name in ("without", "with"):
+        setting = models.settings[name]
+        requests = [share.request for share in setting.batch.shares]
+        prompts = [request.token_ids[: request.num_prompt_tokens] for request in requests]
+        outputs.append(generate(setting.runner, prompts, params))
+    counts = torch.tensor(count_different(*outputs))
+    dist.all_reduce(counts)
+    return SameResult(*counts.tolist())
+
+
+def count_different(expected: Sequence[GenerationOutput], found: Sequence[GenerationOutput]) -> tuple[int, int, int]:
+    """Tokens, different ones and ties, as in `SameResult`."""
+    tokens = different = ties = 0
+    for one, other in zip(expected, found, strict=True):
+        tokens += len(one.token_ids)
+        pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
+        first = next((place for place, (a, b) in pairs if a != b), None)
+        if first is None:
+            continue
+        (_, best), (_, second) = one.logprobs[first].top
+        if best - second < _TIE:
+            ties += 1
+        else:
+            different += sum(a != b for a, b in zip(one.token_ids[first:], other.token_ids[first:], strict=True))
+    return tokens, different, ties

@@ -1,0 +1,270 @@
+"""One rank's models with skewed experts: the same weights and tokens, with experts in different places.
+
+    without   experts in the order of their ids
+    with      experts where the planner puts them, for the loads of other batches; they have moved there between steps
+    perfect   as without, but every token's routing is replaced by one that gives all experts equally many tokens
+
+A bias on every router's logits makes experts popular by Zipf's law. Which expert is how popular is random in every
+layer, but so that the busiest rank has the load that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from model_runner import ModelRunner
+from model_runner.balance import MoveNews
+from model_runner.decoder.sparse_mlp import SparseMLP
+from moe import EmulatedLink
+from moe.balance import EplbConfig, plan_placement
+from moe.placement import ExpertPlacement, Floats, Ints
+from moe.router import Router
+from serving.workbench.bench.step_setting import StepOptions, StepSetting, prefill_batch
+from ubatch import CommGroup, UBatchConfig, UBatchError
+from ubatch.schedules import SERIAL
+
+WINDOW = 8
+"""Batches that placements are planned for; none of them is measured."""
+_NEAR = 0.02
+"""How near a layer's balancedness comes to the one that was asked for."""
+_TRIES = 10_000
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How skewed the routers are.
+
+    Attributes:
+        balancedness: mean / busiest rank, of experts in the order of their ids, in every layer.
+        exponent: of the experts' popularity.
+    """
+
+    balancedness: float = 0.65
+    exponent: float = 1.0
+
+
+class UniformRouter:
+    """Replaces the choice of a router, after it has been made, by one that visits all experts equally often.
+
+    Args:
+        router: gives the weights.
+        num_experts: experts of the layer; a multiple of those that a token visits.
+        seed: of the choice, which is the same in every step.
+    """
+
+    def __init__(self, router: Router, num_experts: int, seed: int) -> None:
+        self._router, self._num_experts, self._seed = router, num_experts, seed
+        self._ids: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = self._router(router_logits)
+        rows, top_k = ids.shape
+        if (rows, top_k) not in self._ids:
+            random = np.random.default_rng((self._seed, rows))
+            turns = -(-rows * top_k // self._num_experts)
+            order = random.permuted(np.tile(np.arange(self._num_experts), (turns, 1)), axis=1)
+            self._ids[rows, top_k] = torch.from_numpy(order.ravel()[: rows * top_k].reshape(rows, top_k)).contiguous()
+        return weights, self._ids[rows, top_k]
+
+
+class Rearranger:
+    """Moves the experts of one rank's runner, with all ranks; every rank makes one and calls the same.
+
+    Raises:
+        UBatchError: the runner was made without `enable_eplb`.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        if runner.mover is None:
+            raise UBatchError("the runner cannot move experts: it was made without enable_eplb.")
+        self._runner, self.mover, self._number = runner, runner.mover, 0
+
+    def begin(self, placement: ExpertPlacement, layers: Sequence[int] | None = None) -> None:
+        """Order a placement; steps bring it about."""
+        self._number += 1
+        self.mover.begin(self._number, placement, layers)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, steps do not move experts."""
+        self._runner.mover = None
+        try:
+            yield
+        finally:
+            self._runner.mover = self.mover
+
+    def news(self) -> list[MoveNews]:
+        """What has moved since the last call.
+
+        Raises:
+            UBatchError: an order was given up.
+        """
+        news = self.mover.take_news()
+        for each in news:
+            if each.failure:
+                raise UBatchError(f"experts were not moved: {each.failure}.")
+        return news
+
+
+@dataclass
+class SkewedModels:
+    """One rank's settings for steps, by name, over one link.
+
+    Attributes:
+        loads: `[L, E]`: tokens of all ranks in the batch that is measured, for every setting.
+        rearranger: moves the experts of `with`.
+    """
+
+    settings: Mapping[str, StepSetting]
+    loads: Mapping[str, Floats]
+    link: EmulatedLink
+    rearranger: Rearranger
+
+    def balancedness(self, name: str) -> float:
+        """Mean over the layers."""
+        return float(placement_of(self.settings[name]).balancedness(self.loads[name]).mean())
+
+
+@contextmanager
+def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: EplbConfig) -> Iterator[SkewedModels]:
+    """The three settings; every rank calls it. The link starts infinitely fast.
+
+    Args:
+        eplb: settings of `with`.
+    """
+    group = CommGroup.from_process_group(timeout_s=300.0)
+    link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
+    config = UBatchConfig(schedule=options.schedule, timeout_s=300.0)
+    given: dict[str, Any] = {
+        **{"group": group, "all2all_backend": options.all2all_backend, "link": link, "dbo": config},
+        "dtype": options.torch_dtype,
+    }
+
+    def prompts(batch: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(batch * group.size + rank)
+        size = (options.sequences, options.sequence_length)
+        found: list[list[int]] = torch.randint(0, vocabulary, size, generator=generator).tolist()
+        return found
+
+    with ExitStack() as stack:
+
+        def open_runner(**more: Any) -> ModelRunner:
+            return stack.enter_context(ModelRunner(model, **given, **more))
+
+        def setting(runner: ModelRunner, batch: int = 0) -> StepSetting:
+            made = StepSetting(runner, prefill_batch(runner, prompts(batch)), link)
+            stack.callback(made.close)
+            return made
+
+        plain, perfect = open_runner(), open_runner()
+        balanced = open_runner(enable_eplb=True, eplb_config=eplb)
+        vocabulary = plain.config.vocab_size
+        biases = _skewed_biases(plain, setting(plain), skew)
+        set_biases(plain, biases)
+        window = np.sum([loads_of(setting(plain, batch)) for batch in range(1, 1 + WINDOW)], axis=0)
+        for runner in (balanced, perfect):
+            set_biases(runner, biases)
+        for number, mlp in enumerate(sparse_layers(perfect)):
+            mlp.router = UniformRouter(mlp.router, plain.config.num_experts, number)
+        settings = {"without": setting(plain), "with": setting(balanced), "perfect": setting(perfect)}
+        rearranger = Rearranger(balanced)
+        rearranger.begin(plan_placement(window, placement_of(settings["with"])))
+        while rearranger.mover.busy:
+            settings["with"].step(SERIAL)
+        rearranger.news()
+        loads = {name: loads_of(each) for name, each in settings.items()}
+        yield SkewedModels(settings, loads, link, rearranger)
+
+
+def placement_of(setting: StepSetting) -> ExpertPlacement:
+    """Where the experts are now."""
+    placement = setting.runner.placement
+    if placement is None:
+        raise UBatchError("the model has no routed experts.")
+    return placement
+
+
+def sparse_layers(runner: ModelRunner) -> list[SparseMLP]:
+    """The model's MoE layers, in order."""
+    return [module for module in runner.model.modules() if isinstance(module, SparseMLP)]
+
+
+def set_biases(runner: ModelRunner, biases: Tensor) -> None:
+    """Set the biases of all routers' logits, `[L, E]`; in place if they have some, so that recorded steps see them."""
+    for mlp, bias in zip(sparse_layers(runner), biases, strict=True):
+        if mlp.gate.bias is None:
+            mlp.gate.bias = nn.Parameter(bias.clone(), requires_grad=False)
+        else:
+            mlp.gate.bias.data.copy_(bias)
+
+
+def _skewed_biases(runner: ModelRunner, setting: StepSetting, skew: Skew) -> Tensor:
+    """Biases of all routers `[L, E]`, the same on every rank."""
+    # With noise of Gumbel's distribution, whose deviation is 1.28, logits would choose in proportion to popularity.
+    popularity = -skew.exponent * torch.arange(1, runner.config.num_experts + 1).log()
+    biases = torch.tensor(_logit_spread(runner, setting))[:, None] / 1.28 * popularity
+    set_biases(runner, biases)
+    by_popularity = loads_of(setting)
+    random, ranks = np.random.default_rng(0), dist.get_world_size()
+    orders = [_order(loads, skew.balancedness, ranks, random) for loads in by_popularity]
+    return torch.stack([bias[torch.from_numpy(order)] for bias, order in zip(biases, orders, strict=True)])
+
+
+class _Spy:
+    """A router that keeps the standard deviation of the logits that it sees."""
+
+    def __init__(self, router: Router) -> None:
+        self.router, self.spread = router, 0.0
+
+    def __call__(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        self.spread = float(router_logits.std())
+        return self.router(router_logits)
+
+
+def _logit_spread(runner: ModelRunner, setting: StepSetting) -> list[float]:
+    """The standard deviation of every layer's logits, the same on every rank."""
+    layers = sparse_layers(runner)
+    spies = [_Spy(mlp.router) for mlp in layers]
+    for mlp, spy in zip(layers, spies, strict=True):
+        mlp.router = spy
+    setting.step(SERIAL)
+    for mlp, spy in zip(layers, spies, strict=True):
+        mlp.router = spy.router
+    spread = torch.tensor([spy.spread for spy in spies])
+    dist.broadcast(spread, 0)
+    return [float(each) for each in spread]
+
+
+def _order(loads: Floats, balancedness: float, ranks: int, random: np.random.Generator) -> Ints:
+    """The expert that takes the place of each of these, so that they are as balanced as asked for.
+
+    Raises:
+        UBatchError: no order of many that were tried is.
+    """
+    for _ in range(_TRIES):
+        order = random.permutation(len(loads))
+        of_ranks = loads[order].reshape(ranks, -1).sum(axis=1)
+        if abs(of_ranks.mean() / of_ranks.max() - balancedness) < _NEAR:
+            return order
+    raise UBatchError(f"no order of {len(loads)} experts has a balancedness of {balancedness:g}. Ask for another.")
+
+
+def loads_of(setting: StepSetting) -> Floats:
+    """`[L, E]`: tokens of every expert in a step of all ranks. Every rank calls it."""
+    counts = setting.runner.expert_loads
+    if counts is None:
+        raise UBatchError("the model has no routed experts.")
+    before = counts.counts.clone()
+    setting.step(SERIAL)
+    loads = (counts.counts - before).sum(dim=0)
+    dist.all_reduce(loads)
+    return np.asarray(loads.numpy(), dtype=np.float64)

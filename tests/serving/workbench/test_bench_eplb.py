@@ -1,0 +1,83 @@
+"""`ubatch bench eplb`: it runs small, prints and writes what it found; its arithmetic by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from model_runner import FinishReason, GenerationOutput, RandomQwen3Moe, make_random_checkpoint
+from model_runner.step.logprobs import TokenLogprobs
+from moe import SoftmaxTopKRouter
+from serving.cli import main
+from serving.workbench.bench.eplb.gain import share_of_possible
+from serving.workbench.bench.eplb.predict import predicted_s
+from serving.workbench.bench.eplb.same import count_different
+from serving.workbench.bench.eplb.skewed import UniformRouter
+from ubatch import get_schedule
+from ubatch.schedules import LayerTimes, RankLoad, rank_loads
+
+pytestmark = pytest.mark.long
+
+SMALL = RandomQwen3Moe(
+    **{"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8},
+    **{"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+)
+
+
+def test_every_part_runs_prints_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model, file = make_random_checkpoint(tmp_path / "model", SMALL), tmp_path / "eplb.json"
+    words = ["bench", "eplb", "--model", str(model), "--sequences", "4", "--sequence-length", "32", "--quick"]
+    status = main([*words, "--latency-us", "0", "--new-tokens", "4", "--json", str(file)])
+    report, printed = json.loads(file.read_text()), capfd.readouterr().out
+    gain, same, predict, counting = (report[part] for part in ("gain", "same", "predict", "counting"))
+    assert status == (gain["possible"]["1"]["median"] < 1.15)  # of steps this short nothing is known
+    assert same == {"tokens": 2 * 4 * 4, "different": 0, "ties": same["ties"]}
+    assert gain["balancedness"]["without"] < 0.8 < 0.9 < gain["balancedness"]["with"]
+    assert gain["balancedness"]["perfect"] == 1.0
+    assert set(gain["arms_ms"]) == {f"{name} {lanes}" for name in ("without", "with", "perfect") for lanes in (1, 2)}
+    assert {len(blocks) for part in (gain, predict, counting) for blocks in part["arms_ms"].values()} == {3}
+    kinds = ("one by one", "overlapped")
+    assert set(predict["steps"]) == {f"{name}, {kind}" for name in ("without", "with") for kind in kinds}
+    for layer in predict["loads"]["without"]:
+        assert sum(rank["experts"] for rank in layer) == pytest.approx(2.0)
+        assert [rank["sent"] for rank in layer] == [rank["received"] for rank in reversed(layer)]
+    assert 0 < counting["share"]["prefill"]["median"] < 0.1
+    for text in ("of_possible", "same tokens: 0 of 32 differ", "predicted from balanced stages", "timed alone"):
+        assert text in printed
+
+
+def test_uniform_routing_visits_all_experts_equally() -> None:
+    router = UniformRouter(SoftmaxTopKRouter(2), 8, seed=0)
+    weights, ids = router(torch.randn(12, 8))
+    assert torch.bincount(ids.flatten(), minlength=8).tolist() == [3] * 8
+    assert all(len(set(row)) == 2 for row in ids.tolist())
+    assert weights.shape == (12, 2)
+    assert router(torch.randn(12, 8))[1] is ids  # the same in every step
+
+
+def test_the_share_of_what_is_possible_by_hand() -> None:
+    """10 steps a second without, 19 with and 20 at best."""
+    assert share_of_possible([0.1], [1 / 19], [0.05]).median == pytest.approx(0.9)
+    assert share_of_possible([0.1] * 3, [0.1] * 3, [0.05] * 3).median == 0.0
+
+
+def test_predictions_by_hand() -> None:
+    times = LayerTimes(attn_core=1e-2, experts=4e-2, dispatch=0.0, combine=0.0)
+    serial = get_schedule("serial")
+    assert predicted_s(times, serial, [[RankLoad(), RankLoad()]] * 3) == pytest.approx(0.15)
+    assert predicted_s(times, serial, [rank_loads([3, 1]), rank_loads([1, 3])]) == pytest.approx(2 * 0.07)
+
+
+def output(*tokens: int, second: float = -9.0) -> GenerationOutput:
+    logprobs = tuple(TokenLogprobs(token, -0.1, 1, ((token, -0.1), (99, second))) for token in tokens)
+    return GenerationOutput((), tokens, FinishReason.LENGTH, logprobs)
+
+
+def test_different_tokens_are_counted_but_for_those_behind_a_tie() -> None:
+    expected = [output(1, 2, 3), output(1, 2, 3), output(1, 2, 3, second=-0.10001)]
+    assert count_different(expected, expected) == (9, 0, 0)
+    found = [output(1, 2, 3), output(1, 5, 6), output(1, 5, 6)]
+    assert count_different(expected, found) == (9, 2, 1)
