@@ -79,6 +79,9 @@ class UniformRouter:
 class Rearranger:
     """Moves the experts of one rank's runner, with all ranks; every rank makes one and calls the same.
 
+    Attributes:
+        number: orders so far.
+
     Raises:
         UBatchError: the runner was made without `enable_eplb`.
     """
@@ -86,12 +89,12 @@ class Rearranger:
     def __init__(self, runner: ModelRunner) -> None:
         if runner.mover is None:
             raise UBatchError("the runner cannot move experts: it was made without enable_eplb.")
-        self._runner, self.mover, self._number = runner, runner.mover, 0
+        self._runner, self.mover, self.number = runner, runner.mover, 0
 
     def begin(self, placement: ExpertPlacement, layers: Sequence[int] | None = None) -> None:
         """Order a placement; steps bring it about."""
-        self._number += 1
-        self.mover.begin(self._number, placement, layers)
+        self.number += 1
+        self.mover.begin(self.number, placement, layers)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -122,12 +125,14 @@ class SkewedModels:
     Attributes:
         loads: `[L, E]`: tokens of all ranks in the batch that is measured, for every setting.
         rearranger: moves the experts of `with`.
+        biases: `[L, E]`: of all routers' logits.
     """
 
     settings: Mapping[str, StepSetting]
     loads: Mapping[str, Floats]
     link: EmulatedLink
     rearranger: Rearranger
+    biases: Tensor
 
     def balancedness(self, name: str) -> float:
         """Mean over the layers."""
@@ -182,7 +187,7 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
             settings["with"].step(SERIAL)
         rearranger.news()
         loads = {name: loads_of(each) for name, each in settings.items()}
-        yield SkewedModels(settings, loads, link, rearranger)
+        yield SkewedModels(settings, loads, link, rearranger, biases)
 
 
 def placement_of(setting: StepSetting) -> ExpertPlacement:
