@@ -114,7 +114,7 @@ class ExpertPlacement:
                 f"a placement holds expert {experts.min() if experts.min() < IDLE else experts.max()}, but the "
                 f"experts are 0 to {self.num_experts - 1} (and {IDLE} is an idle slot)."
             )
-        missing = np.argwhere(_count(experts, self.num_experts) == 0)
+        missing = np.argwhere(count_replicas(experts, self.num_experts) == 0)
         if len(missing):
             layer, expert = missing[0]
             raise ConfigError(f"expert {expert} of MoE layer {layer} is in no slot. Every expert needs one.")
@@ -224,7 +224,7 @@ class ExpertPlacement:
     @cached_property
     def replicas(self) -> Ints:
         """`[L, E]`: slots that hold each expert."""
-        return _count(self.experts, self.num_experts)
+        return count_replicas(self.experts, self.num_experts)
 
     def is_plain(self, layer: int) -> bool:
         """Whether slot and expert are the same in a layer, so that ids need no mapping."""
@@ -303,7 +303,7 @@ class ExpertPlacement:
         return hash((self.experts.tobytes(), self.num_experts, self.num_ranks))
 
 
-def _count(experts: Ints, num_experts: int) -> Ints:
+def count_replicas(experts: Ints, num_experts: int) -> Ints:
     """`[L, E]`: slots that hold each expert."""
     layers = len(experts)
     keys = (experts + 1 + np.arange(layers)[:, None] * (num_experts + 1)).ravel()

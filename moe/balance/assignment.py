@@ -15,7 +15,7 @@ def assign(benefit: Floats) -> Ints:
     """The column that each row gets, so that the sum of benefits is the greatest.
 
     Args:
-        benefit: `[X, n, n]`: benefit of row and column, in each of X problems.
+        benefit: `[X, n, n]`: benefit of row and column, in each of X problems; whole numbers.
 
     Returns:
         `[X, n]`, in each problem a permutation.
@@ -52,7 +52,10 @@ def _augment(
         shorter = (reached < length[going]) & ~seen[going]
         length[going] = np.where(shorter, reached, length[going])
         via[going] = np.where(shorter, at[:, None], via[going])
-        column = np.where(seen[going], np.inf, length[going]).argmin(axis=1)
+        nearest = length[going] + 0.5 * (
+            row_of[of] >= 0
+        )  # of columns as near as each other, a free one ends the search
+        column = np.where(seen[going], np.inf, nearest).argmin(axis=1)
         least[going], seen[going, column], end[going] = length[going, column], True, column
         row[going] = row_of[of, column]
         going = going[row[going] >= 0]

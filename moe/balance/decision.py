@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,6 +13,9 @@ from moe.balance.movement import arrivals
 from moe.balance.planner import check_loads, plan_placement
 from moe.placement import ExpertPlacement, Floats, Ints
 from ubatch import ConfigError
+
+_DOUBTS = 2.0
+"""Standard errors, over windows, by which a gain is taken lower than measured when it is weighed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,8 @@ def decide(
     """Plan for the loads of the last windows; move the layers in which that pays for the move within the horizon.
 
     With two windows or more, what is gained is taken from the later half, with a placement that was planned for the
-    earlier half: what only fits the noise of the past gains nothing. The placement to move to is planned for all.
+    earlier half, and two standard errors lower than measured: what only fits the noise of the past gains nothing. The
+    placement to move to is planned for all windows.
 
     Args:
         windows: `[W, L, E]`: tokens per window, MoE layer and expert, in the order of time.
@@ -97,33 +102,42 @@ def decide(
     tokens = check_loads(windows, in_force)
     if tokens.ndim != 3:
         raise ConfigError(f"windows of loads are [windows, layers, experts], not {list(tokens.shape)}.")
-    earlier, later = tokens[: len(tokens) // 2].sum(axis=0), tokens[len(tokens) // 2 :].sum(axis=0)
-    planned = plan_placement(tokens.sum(axis=0), in_force, nodes=nodes, groups=groups)
+    earlier, later = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]
+    planned = plan_placement(tokens, in_force, nodes=nodes, groups=groups)
     tried = plan_placement(earlier, in_force, nodes=nodes, groups=groups) if earlier.any() else planned
-    now, then = (each.rank_loads(later).max(axis=1) for each in (in_force, tried))
-    before = in_force.balancedness(later)
+    now, then = (each.rank_loads(later).max(axis=2) for each in (in_force, tried))  # [W, L]
+    mean = in_force.rank_loads(later).mean(axis=2)
+    before, after = (_ratio(mean.sum(axis=0), busiest.sum(axis=0)) for busiest in (now, then))
     if not now.any():
         return Decision(Verdict.NO_TOKENS, in_force, (), before, before, 0, 0.0, 0.0)
-    # The busiest rank of each layer takes its part of the step; another one's load takes its part of that.
-    saved = costs.step_s * costs.expert_share * (now - then) / now.sum()
+    # The busiest rank of each layer takes its part of the step, and takes as much less time as it has fewer tokens.
+    a_token_s = costs.step_s * costs.expert_share / now.sum()
+    fewer = now - then
+    saved = fewer.sum(axis=0) * a_token_s
+    doubt = fewer.std(axis=0, ddof=1) * math.sqrt(len(later)) * a_token_s if len(later) > 1 else 0.0
     arriving = arrivals(in_force, planned).reshape(in_force.num_layers, in_force.num_ranks, -1).sum(axis=2)
     takes = arriving.max(axis=1) * costs.expert_bytes / costs.link_bytes_per_s
-    pays = (saved * costs.horizon_steps > takes) & (planned.experts != in_force.experts).any(axis=1)
-    if not pays.any():
-        verdict = Verdict.DOES_NOT_PAY if (saved > 0).any() else Verdict.BALANCED
+    changes = (planned.experts != in_force.experts).any(axis=1)
+    chosen = np.flatnonzero(changes & ((saved - _DOUBTS * doubt) * costs.horizon_steps > takes))
+    if not len(chosen):
+        verdict = Verdict.DOES_NOT_PAY if (changes & (saved > 0)).any() else Verdict.BALANCED
         return Decision(verdict, in_force, (), before, before, 0, 0.0, 0.0)
-    chosen = np.flatnonzero(pays)
-    first = chosen[np.argsort(-saved[chosen] / np.maximum(takes[chosen], 1e-12), kind="stable")]
+    best_first = chosen[np.argsort(-_ratio(saved, takes)[chosen], kind="stable")]
     return Decision(
         verdict=Verdict.MOVE,
         placement=with_layers(in_force, planned, chosen),
-        layers=tuple(first.tolist()),
+        layers=tuple(best_first.tolist()),
         before=before,
-        after=np.where(pays, tried.balancedness(later), before),
+        after=np.where(np.isin(np.arange(len(before)), chosen), after, before),
         moved_experts=int(arriving[chosen].sum()),
         saved_s=float(saved[chosen].sum()),
         move_s=float(takes[chosen].sum()),
     )
+
+
+def _ratio(one: Floats, other: Floats) -> Floats:
+    """`one / other`; 1 where both are 0."""
+    return np.divide(one, other, out=np.ones_like(one), where=other > 0)
 
 
 def with_layers(placement: ExpertPlacement, other: ExpertPlacement, layers: Ints) -> ExpertPlacement:

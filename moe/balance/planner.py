@@ -2,67 +2,114 @@
 
     groups to nodes    (only where groups of experts and nodes divide) each group of experts to a node, by load
     replicate          one slot after the other to the expert with the most tokens per replica
-    pack               replicas to ranks, those with the most tokens first, each to the rank with the fewest so far
-    refine             the busiest rank swaps with one of the least busy, as long as that makes it less busy
+    stay               from the placement in force: other replicas where they are needed, and swaps between ranks
+    pack               where that is not as good: replicas to ranks, those with the most tokens first, each to the rank
+                       with the fewest so far; and swaps
     least movement     sets of experts to ranks and slots, so that the most stay where they are
 
-The first three are DeepSeek's algorithm (https://github.com/deepseek-ai/EPLB), which knows neither ranks with different
-room nor a placement in force. A replica gets an equal share of its expert's tokens, by the rule of dispatch
-(`ExpertPlacement.dispatch_table`). All layers are planned together: loops are over replicas, not over layers.
+Groups, replicas and packing are DeepSeek's algorithm (`packing`). A replica gets an equal share of its expert's tokens,
+by the rule of dispatch (`ExpertPlacement.dispatch_table`). All layers are planned together.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
 
 from moe.balance.movement import least_movement
+from moe.balance.packing import pack, replicate, separate
+from moe.balance.swaps import change_replicas, swap
 from moe.placement import IDLE, ExpertPlacement, Floats, Ints
 from ubatch import ConfigError
 
 _SWAPS_PER_RANK = 4
 """The most swaps of a layer, per rank."""
-_PARTNERS = 8
-"""The least busy ranks that the busiest one may swap with."""
-_ENOUGH = 1.001
-"""A busiest rank's load over the mean that is not refined further."""
+_AS_GOOD = 1.005
+"""The busiest rank's tokens over those of a layer packed anew, up to which the layer is mended instead."""
+_NODE_AS_GOOD = 1.02
+"""The busiest node's tokens over those with groups packed anew, up to which groups stay on their nodes."""
+_ELSEWHERE = -2
+_MOST_WINDOWS = 16
+"""More windows than these are put together."""
 
 
 def plan_placement(
-    loads: npt.NDArray[np.generic], in_force: ExpertPlacement, *, nodes: int = 1, groups: int = 1, refined: bool = True
+    loads: npt.NDArray[np.generic], in_force: ExpertPlacement, *, nodes: int = 1, groups: int = 1
 ) -> ExpertPlacement:
-    """The placement that balances `loads` best, and of those like it the one that moves least from `in_force`.
+    """The placement that balances `loads` best, or nearly so if that moves much less from `in_force`.
 
     Every rank holds as many experts as in `in_force`, and no expert twice unless it must.
 
     Args:
-        loads: `[L, E]`: tokens per MoE layer and expert.
+        loads: `[L, E]` or `[W, L, E]`: tokens per MoE layer and expert, in each of several windows.
         in_force: the placement to start from; it says how many slots there are, and how many of a rank are idle.
         nodes: nodes that the ranks lie on, in order, equally many on each.
         groups: groups of experts, for a router that chooses groups first. Where they divide by the nodes, a group's
             experts stay on one node (`is_hierarchical`); where they do not, any expert may go to any rank.
-        refined: swap after packing.
 
     Raises:
         ConfigError: the loads are not of the placement's layers and experts, or are negative or not finite; or ranks do
             not divide by nodes, or experts by groups.
     """
-    tokens = check_loads(loads, in_force)
-    room = (in_force.experts != IDLE).reshape(in_force.num_layers, in_force.num_ranks, -1).sum(axis=2)
-    if not is_hierarchical(in_force, nodes, groups):
-        nodes = 1
-    layers, each = in_force.num_layers, in_force.num_experts // nodes
-    experts = _experts_of_nodes(tokens, nodes, groups) if nodes > 1 else np.tile(np.arange(each), (layers, 1, 1))
-    experts = experts.reshape(layers * nodes, each)
-    tokens = np.take_along_axis(tokens, experts.reshape(layers, -1), axis=1).reshape(experts.shape)
-    room = room.reshape(layers * nodes, -1)
-    replicas = _replicate(tokens, room)
-    sets = _pack(tokens / replicas, replicas, room, in_force.slots_per_rank)
-    if refined:
-        _refine(sets, tokens / replicas)
-    named = np.take_along_axis(experts, np.maximum(sets, 0).reshape(len(sets), -1), axis=1).reshape(sets.shape)
-    planned = np.where(sets == IDLE, IDLE, named).reshape(layers, in_force.num_ranks, -1)
+    windows = _few_windows(check_loads(loads, in_force))
+    nodes = nodes if is_hierarchical(in_force, nodes, groups) else 1
+    experts = _experts_of_nodes(windows.sum(axis=0), in_force, nodes, groups)
+    layers, _, each = experts.shape
+    rows = layers * nodes
+    by_node = np.take_along_axis(windows, experts.reshape(1, layers, -1), axis=2).reshape(-1, rows, each)
+    tokens, old = by_node.sum(axis=0), _within_nodes(in_force, experts)
+    room = (in_force.experts != IDLE).reshape(*old.shape[:2], -1).sum(axis=2)
+    replicas = replicate(tokens, room)
+    # The mean counts as much as all windows do: how experts of few windows go together is partly chance.
+    vectors = np.concatenate([by_node, tokens[None] / math.sqrt(len(windows))])
+    sets = _sets(old, replicas, np.moveaxis(vectors / replicas, 0, -1), room)
+    named = np.take_along_axis(experts.reshape(rows, -1), np.maximum(sets, 0).reshape(rows, -1), axis=1)
+    planned = np.where(sets == IDLE, IDLE, named.reshape(sets.shape)).reshape(layers, in_force.num_ranks, -1)
     return least_movement(planned, in_force, nodes)
+
+
+def _sets(old: Ints, replicas: Ints, shares: Floats, room: Ints) -> Ints:
+    """`[X, R, S]`: the experts of every rank; the old ones with few changes, where that is as good as packing anew.
+
+    Args:
+        old: `[X, R, S]`: those in force; `_ELSEWHERE` for an expert that has to go to another node.
+        replicas: `[X, E]`: replicas that each expert should get.
+        shares: `[X, E, V]`: tokens of each of its replicas, in each window, and on average.
+        room: `[X, R]`: experts that each rank holds.
+    """
+    share, ranks = shares[..., -1], room.shape[1]
+    sets = pack(share, replicas, room, old.shape[2])
+    may = np.flatnonzero((old != _ELSEWHERE).all(axis=(1, 2)))
+    kept = change_replicas(old[may], share[may], replicas[may])
+    separate(kept, share[may])
+    swap(kept, shares[may], _SWAPS_PER_RANK * ranks)
+    good = _busiest(kept, shares[may]) <= _AS_GOOD * _busiest(sets[may], shares[may])
+    anew = np.ones(len(old), dtype=bool)
+    anew[may[good]] = False
+    packed = sets[anew]
+    swap(packed, shares[anew], _SWAPS_PER_RANK * ranks)
+    sets[anew], sets[may[good]] = packed, kept[good]
+    return sets
+
+
+def _busiest(sets: Ints, shares: Floats) -> Floats:
+    """`[X]`: tokens of the busiest rank in every window, summed."""
+    padded = np.pad(shares[..., :-1], ((0, 0), (0, 1), (0, 0)))
+    load = padded[np.arange(len(sets))[:, None, None], sets].sum(axis=2)
+    return np.asarray(load.max(axis=1).sum(axis=1))
+
+
+def _within_nodes(placement: ExpertPlacement, experts: Ints) -> Ints:
+    """`[L * N, R / N, S]`: the experts of every rank, by their place among their node's (`[L, N, E / N]`)."""
+    layers, nodes, each = experts.shape
+    place = np.full((layers, nodes * each + 1), IDLE)  # of an idle slot: the last one
+    np.put_along_axis(place, experts.reshape(layers, -1), np.arange(nodes * each)[None], axis=1)
+    place = np.take_along_axis(place, placement.experts, axis=1).reshape(layers, nodes, -1)
+    here = place // each == np.arange(nodes)[:, None]
+    own = np.where(place == IDLE, IDLE, np.where(here, place % each, _ELSEWHERE))
+    return own.reshape(layers * nodes, placement.num_ranks // nodes, -1)
 
 
 def check_loads(loads: npt.NDArray[np.generic], placement: ExpertPlacement) -> Floats:
@@ -97,136 +144,33 @@ def is_hierarchical(placement: ExpertPlacement, nodes: int, groups: int) -> bool
     return groups > 1 and nodes > 1 and groups % nodes == 0 and int(room.min()) >= placement.num_experts // nodes
 
 
-def _experts_of_nodes(tokens: Floats, nodes: int, groups: int) -> Ints:
-    """`[L, N, E / N]`: the experts of every node: equally many whole groups."""
+def _experts_of_nodes(tokens: Floats, in_force: ExpertPlacement, nodes: int, groups: int) -> Ints:
+    """`[L, N, E / N]`: the experts of every node, equally many whole groups; those in force where that is as good.
+
+    Args:
+        tokens: `[L, E]`.
+    """
     layers, experts = tokens.shape
-    of_groups = tokens.reshape(layers, groups, -1).sum(axis=2)
-    room = np.full((layers, nodes), groups // nodes)
-    chosen = _pack(of_groups, np.ones_like(of_groups, dtype=np.int64), room, groups // nodes)
-    each = experts // groups
-    return (chosen[..., None] * each + np.arange(each)).reshape(layers, nodes, -1)
+    if nodes == 1:
+        return np.tile(np.arange(experts), (layers, 1, 1))
+    size = experts // groups
+    of_groups = tokens.reshape(layers, groups, size).sum(axis=2)
+    each = np.full((layers, nodes), groups // nodes)
+    chosen = pack(of_groups, np.ones_like(of_groups, dtype=np.int64), each, groups // nodes)
+    held = np.zeros((layers, nodes, groups), dtype=bool)
+    group = np.where(in_force.experts == IDLE, in_force.experts[:, :1], in_force.experts) // size
+    np.put_along_axis(held, group.reshape(layers, nodes, -1), True, axis=2)
+    whole = (held.sum(axis=2) == groups // nodes).all(axis=1)
+    old = np.argsort(~held, axis=2, kind="stable")[..., : groups // nodes]
+    busiest, now = (
+        np.take_along_axis(of_groups[:, None], each, axis=2).sum(axis=2).max(axis=1) for each in (chosen, old)
+    )
+    chosen = np.where((whole & (now <= _NODE_AS_GOOD * busiest))[:, None, None], old, chosen)
+    return (chosen[..., None] * size + np.arange(size)).reshape(layers, nodes, -1)
 
 
-def _replicate(tokens: Floats, room: Ints) -> Ints:
-    """`[X, E]`: replicas of each expert; all together fill the room.
-
-    Args:
-        tokens: `[X, E]` in each of X problems.
-        room: `[X, R]`: experts that each rank holds.
-    """
-    problems, experts = tokens.shape
-    rows = np.arange(problems)
-    slots = room.sum(axis=1)
-    most = np.maximum(room.shape[1], -(-slots // experts))  # more are twice on a rank
-    # Experts without tokens share what is left over, rather than all of it going to the first one.
-    weight = tokens + np.maximum(tokens.sum(axis=1, keepdims=True), 1.0) * 1e-9
-    replicas, share = np.ones((problems, experts), dtype=np.int64), weight.copy()
-    for given in range(experts, int(slots.max(initial=0))):
-        expert = share.argmax(axis=1)
-        replicas[rows, expert] += given < slots
-        count = replicas[rows, expert]
-        share[rows, expert] = np.where(count < most, weight[rows, expert] / count, 0.0)
-    return replicas
-
-
-def _pack(share: Floats, replicas: Ints, room: Ints, width: int) -> Ints:
-    """`[X, R, width]`: the experts of every rank, `IDLE` behind them.
-
-    Args:
-        share: `[X, E]`: tokens of each of an expert's replicas.
-        replicas: `[X, E]`.
-        room: `[X, R]`: experts that each rank holds; in all as many as there are replicas.
-    """
-    problems, ranks = room.shape
-    rows = np.arange(problems)
-    order = np.argsort(-share, axis=1, kind="stable")
-    counts = np.take_along_axis(replicas, order, axis=1)
-    slots = counts.sum(axis=1)
-    queue = np.full((problems, int(slots.max())), IDLE)
-    queue[np.arange(queue.shape[1]) < slots[:, None]] = np.repeat(order.ravel(), counts.ravel())
-    weights = np.where(queue == IDLE, 0.0, np.take_along_axis(share, np.maximum(queue, 0), axis=1))
-    sets = np.full((problems, ranks, width + 1), IDLE)  # one column more: where a full rank writes what is not there
-    used, full = np.zeros((problems, ranks), dtype=np.int64), np.where(room > 0, 0.0, np.inf)
-    load = np.zeros((problems, ranks))
-    twice = share.sum() + 1.0  # dearer than any load, cheaper than a full rank
-    has_it = np.zeros((problems, ranks))
-    for turn in range(queue.shape[1]):
-        expert, weight = queue[:, turn], weights[:, turn]
-        if turn:
-            has_it *= (expert == queue[:, turn - 1])[:, None]
-        rank = (load + full + has_it).argmin(axis=1)
-        sets[rows, rank, used[rows, rank]] = expert
-        used[rows, rank] += expert != IDLE
-        load[rows, rank] += weight
-        has_it[rows, rank] = twice
-        full[rows, rank] = np.where(used[rows, rank] < room[rows, rank], 0.0, np.inf)
-    _separate(sets, share)
-    return sets[..., :width]
-
-
-def _separate(sets: Ints, share: Floats) -> None:
-    """Swap experts that a rank has twice, because only it had room left, for others of nearly the same load."""
-    ordered = np.sort(sets, axis=2)
-    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != IDLE)).any(axis=2)
-    for row, rank in np.argwhere(twice):
-        _separate_rank(sets[row], share[row], rank)
-
-
-def _separate_rank(sets: Ints, share: Floats, rank: int) -> None:
-    """The same for one rank of one problem. `sets` is `[R, S]`, `share` `[E]`."""
-    own = sets[rank]
-    for slot in range(1, len(own)):
-        expert = own[slot]
-        if expert == IDLE or expert not in own[:slot]:
-            continue
-        without = ~(sets == expert).any(axis=1)
-        partners = without[:, None] & (sets != IDLE) & ~np.isin(sets, own)
-        if partners.any():
-            cost = np.where(partners, np.abs(share[np.maximum(sets, 0)] - share[expert]), np.inf)
-            other = np.unravel_index(cost.argmin(), cost.shape)
-            own[slot], sets[other] = sets[other], expert
-
-
-def _refine(sets: Ints, share: Floats) -> None:
-    """Swap experts of each problem's busiest rank with those of less busy ones while that makes it less busy.
-
-    Args:
-        sets: `[X, R, S]`; changed in place.
-        share: `[X, E]`: tokens of each of an expert's replicas.
-    """
-    problems, ranks, _ = sets.shape
-    weights = np.take_along_axis(share, np.maximum(sets, 0).reshape(problems, -1), axis=1).reshape(sets.shape)
-    weights[sets == IDLE] = 0.0
-    load = weights.sum(axis=2)
-    present = np.zeros((problems, ranks, share.shape[1] + 1), dtype=bool)
-    np.put_along_axis(present, sets, True, axis=2)
-    present[..., IDLE] = True  # nothing is swapped with an idle slot
-    partners = min(_PARTNERS, ranks - 1)
-    going = np.arange(problems if partners else 0)
-    for _ in range(_SWAPS_PER_RANK * ranks):
-        going = going[load[going].max(axis=1) > _ENOUGH * load[going].mean(axis=1)]
-        if not len(going):
-            return
-        of = going[:, None]
-        busy = load[going].argmax(axis=1)
-        light = np.argpartition(load[going], partners - 1, axis=1)[:, :partners]
-        mine, theirs = sets[going, busy][:, None, :], sets[of, light]  # [G, 1, S] and [G, P, S]
-        moved = weights[going, busy][:, None, :, None] - weights[of, light][:, :, None, :]  # [G, P, S, S]
-        most = load[going, busy]
-        after = np.maximum(most[:, None, None, None] - moved, load[of, light][:, :, None, None] + moved)
-        mine_there = present[of[..., None], light[..., None], mine]
-        theirs_here = present[of[..., None], busy[:, None, None], theirs]
-        after[mine_there[..., None] | theirs_here[:, :, None, :]] = np.inf
-        best = (np.arange(len(going)), *np.unravel_index(after.reshape(len(going), -1).argmin(axis=1), after.shape[1:]))
-        better = after[best] < most
-        going, busy, most = going[better], busy[better], moved[best][better]
-        index, partner, slot, other = (each[better] for each in best)
-        rank = light[index, partner]
-        for at, gone in ((busy, slot), (rank, other)):
-            present[going, at, sets[going, at, gone]] = False
-        for each in (sets, weights):
-            each[going, busy, slot], each[going, rank, other] = each[going, rank, other], each[going, busy, slot]
-        for at in (busy, rank):
-            present[going[:, None], at[:, None], sets[going, at]] = True
-        load[going, busy] -= most
-        load[going, rank] += most
+def _few_windows(loads: Floats) -> Floats:
+    """`[W, L, E]`, with at most `_MOST_WINDOWS`."""
+    windows = loads.reshape(-1, *loads.shape[-2:])
+    starts = np.unique(np.linspace(0, len(windows), _MOST_WINDOWS, endpoint=False).astype(np.int64))
+    return np.add.reduceat(windows, starts, axis=0)

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_eplb import published_placement
 
-from moe.balance import is_hierarchical, plan_placement
+from moe.balance import arrivals, is_hierarchical, plan_placement
+from moe.balance.packing import pack, replicate
+from moe.balance.swaps import swap
 from moe.placement import IDLE, ExpertPlacement, Floats
 from ubatch import ConfigError
 
@@ -26,7 +28,7 @@ def problems(draw: st.DrawFn) -> tuple[Floats, ExpertPlacement, int, int]:
     several = np.array([chance.permutation(loads) for _ in range(layers)], dtype=np.float64)
     in_force = ExpertPlacement.default(layers, experts, ranks, redundant, fill=draw(st.booleans()))
     if draw(st.booleans()):  # anything but the default one
-        in_force = plan_placement(chance.random(several.shape), in_force, refined=False)
+        in_force = plan_placement(chance.random(several.shape), in_force)
     return several, in_force, nodes, groups
 
 
@@ -65,34 +67,46 @@ def test_no_rank_has_an_expert_twice_if_that_can_be(problem: tuple[Floats, Exper
             assert all(len(set(rank.tolist())) == len(rank) for rank in held)
 
 
-@given(problems(), st.integers(0, 99))
-def test_swaps_never_make_the_busiest_rank_busier(problem: tuple[Floats, ExpertPlacement, int, int], seed: int) -> None:
-    _, in_force, nodes, groups = problem
-    loads = np.random.default_rng(seed).random((in_force.num_layers, in_force.num_experts))
-    most = [
-        plan_placement(loads, in_force, nodes=nodes, groups=groups, refined=refined).rank_loads(loads).max(axis=1)
-        for refined in (True, False)
-    ]
-    assert (most[0] <= most[1] + 1e-9).all()
-
-
-@pytest.mark.parametrize(("ranks", "nodes", "groups"), [(8, 1, 1), (8, 2, 4), (16, 4, 8), (9, 3, 4)])
-def test_without_swaps_it_is_the_published_algorithm(ranks: int, nodes: int, groups: int) -> None:
+@pytest.mark.parametrize("ranks", [4, 8, 9])
+def test_packing_is_the_published_algorithm(ranks: int) -> None:
     """Where that one puts no expert on a rank twice: the same sets of experts."""
     slots = -(-72 // ranks) * ranks
     loads = np.random.default_rng(1).lognormal(0.0, 0.3, (60, 64))
-    in_force = ExpertPlacement.default(60, 64, ranks, slots - 64)
-    ours = sets(plan_placement(loads, in_force, nodes=nodes, groups=groups, refined=False))
-    published = sets(published_placement(loads, slots, ranks, nodes, groups))
-    same = [sorted(one) == sorted(other) for one, other in zip(ours, published, strict=True)]
+    room = np.full((60, ranks), slots // ranks)
+    replicas = replicate(loads, room)
+    packed = np.sort(pack(loads / replicas, replicas, room, slots // ranks), axis=2).tolist()
+    published = np.sort(published_placement(loads, slots, ranks).experts.reshape(60, ranks, -1), axis=2).tolist()
+    same = [sorted(one) == sorted(other) for one, other in zip(packed, published, strict=True)]
     twice = [any(len(set(rank)) < len(rank) for rank in layer) for layer in published]
     assert all(one or other for one, other in zip(same, twice, strict=True))
     assert sum(same) >= 10
 
 
-def sets(placement: ExpertPlacement) -> list[list[tuple[int, ...]]]:
-    by_rank = np.sort(placement.experts.reshape(placement.num_layers, placement.num_ranks, -1), axis=2)
-    return [[tuple(rank.tolist()) for rank in layer] for layer in by_rank]
+@given(problems(), st.integers(0, 99))
+def test_swaps_never_make_the_busiest_rank_busier(problem: tuple[Floats, ExpertPlacement, int, int], seed: int) -> None:
+    """With the mean alone: over several windows it is the sum of squares that never grows."""
+    _, in_force, _, _ = problem
+    ranks, size = in_force.num_ranks, in_force.slots_per_rank
+    share = np.random.default_rng(seed).random((in_force.num_layers, in_force.num_experts)) / in_force.replicas
+    before = in_force.experts.reshape(-1, ranks, size)
+    after = before.copy()
+    swap(after, share[..., None], 4 * ranks)
+    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+        assert sorted(old.ravel()) == sorted(new.ravel())
+        most, least = (max(share[layer, rank[rank != IDLE]].sum() for rank in each) for each in (old, new))
+        assert least <= most + 1e-9
+
+
+def test_a_placement_that_is_as_good_is_kept() -> None:
+    """And one that is a little worse is mended by few moves."""
+    chance = np.random.default_rng(0)
+    loads = chance.lognormal(0.0, 1.0, (8, 64))
+    first = plan_placement(loads, ExpertPlacement.default(8, 64, 8, 8))
+    assert plan_placement(loads, first) == first
+    drifted = loads * chance.lognormal(0.0, 0.1, loads.shape)
+    second = plan_placement(drifted, first)
+    assert arrivals(first, second).mean() < 0.4  # packed anew and in the best order, 0.6
+    assert second.balancedness(drifted).mean() > 0.98 > first.balancedness(drifted).mean()
 
 
 def test_replicas_go_to_the_experts_with_the_most_tokens() -> None:
@@ -126,10 +140,10 @@ def test_a_plan_of_a_large_model_takes_milliseconds() -> None:
     """58 layers of 256 experts in 288 slots on 32 ranks, in CPU time of one thread; alone on a machine, a third."""
     loads = np.random.default_rng(0).lognormal(0.0, 1.0, (58, 256))
     in_force = ExpertPlacement.default(58, 256, 32, 32)
-    times = []
+    planned, times = in_force, []
     for _ in range(5):
         start = time.thread_time()
         planned = plan_placement(loads, in_force)
         times.append(time.thread_time() - start)
-    assert planned.balancedness(loads).min() > 0.99
+    assert planned.balancedness(loads).min() > 0.98
     assert min(times) < 0.15
