@@ -1,8 +1,8 @@
 """Gates of the planner: its placements against the published algorithm's, on loads that neither has seen.
 
 Both plan for one window of loads and are judged by the next one, window after window, in the predicted time of a
-prefill step. A window has parts, each with requests of other topics, and every topic makes other experts popular. The planner
-sees the parts, and keeps apart what is busy together; the published algorithm sees their sum.
+prefill step. A window has parts, each with requests of other topics, and every topic makes other experts popular. The
+planner sees the parts, and keeps apart what is busy together; the published algorithm sees their sum.
 """
 
 from __future__ import annotations
