@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from moe.all2all.base import All2All
 from moe.all2all.link import EmulatedLink
 from moe.all2all.registry import make_all2all
+from moe.expert_map import ExpertMap
 from moe.experts.registry import make_experts
 from moe.modular_kernel import FusedMoEModularKernel
+from moe.placement import ExpertPlacement
 from ubatch import CommGroup, ConfigError
 from ubatch.ranks import check_group
 
@@ -112,7 +114,7 @@ def expert_parallel(
 ) -> ModelT:
     """Spread a Hugging Face model's experts over the ranks of `group`, in place.
 
-    Attention and everything else stay whole on every rank, and each rank calls the model with its own tokens (data
+    If the experts do not divide by the ranks, the first ranks hold one more. Attention and everything else stay whole on every rank, and each rank calls the model with its own tokens (data
     parallel). All ranks must call it equally often: every call is collective. With more than one rank it is for
     inference only; run under `torch.no_grad()` or `torch.inference_mode()`.
 
@@ -131,23 +133,24 @@ def expert_parallel(
 
     Raises:
         UnsupportedModelError: no MoE block, one of an unknown family, or one whose structure is not the expected one.
-        ConfigError: experts that do not divide by the ranks, an unknown back end or option, or no CommGroup.
+        ConfigError: an unknown back end or option, or no CommGroup.
     """
     if group is not None:
         check_group(group)
     blocks = list(_find_blocks(model))
     if not blocks:
         raise UnsupportedModelError(f"{type(model).__name__} has no MoE block. Known families: {_KNOWN}.")
-    options = dict(all2all_options or {})
-    transports = {
-        count: make_transport(all2all_backend, group, count, link, options)
-        for count in {_num_experts(block) for _, block in blocks}
-    }
+    options, ranks = dict(all2all_options or {}), 1 if group is None else group.size
+    placed = {}
+    for count in sorted({_num_experts(block) for _, block in blocks}):
+        placement = ExpertPlacement.default(1, count, ranks)
+        transport = make_transport(all2all_backend, group, placement.num_slots, link, options)
+        placed[count] = transport, placement.filled() if transport.traits.batched or count < ranks else placement
     replaced: dict[int, ExpertParallelMoE] = {}  # a block used in two places stays one block
     while blocks:
         path, block = blocks.pop()  # drops the last reference to the old block: its weights are freed here
         if id(block) not in replaced:
-            replaced[id(block)] = _replacement(block, transports[_num_experts(block)], experts_backend)
+            replaced[id(block)] = _replacement(block, *placed[_num_experts(block)], experts_backend)
         model.set_submodule(path, replaced[id(block)])
     if group is not None:
         cast(Any, model)._ubatch_group = group
@@ -227,13 +230,19 @@ def _num_experts(block: nn.Module) -> int:
     return int(cast(Any, block).experts.gate_up_proj.shape[0])
 
 
-def _replacement(block: Any, all2all: All2All[Any], experts_backend: str) -> ExpertParallelMoE:
-    held = slice(all2all.experts.start, all2all.experts.stop)
+def _replacement(
+    block: Any, all2all: All2All[Any], placement: ExpertPlacement, experts_backend: str
+) -> ExpertParallelMoE:
+    rank = all2all.experts.start // len(all2all.experts)
+    held = torch.from_numpy(placement.held(0, rank))
     w13, w2 = (
-        nn.Parameter(weight.detach()[held].clone(), requires_grad=weight.requires_grad)
+        nn.Parameter(weight.detach()[held.to(weight.device)], requires_grad=weight.requires_grad)
         for weight in (block.experts.gate_up_proj, block.experts.down_proj)
     )
-    experts = make_experts(experts_backend, w13, w2, held.start, num_experts=_num_experts(block))
-    kernel = FusedMoEModularKernel(all2all, experts, getattr(block, "shared_experts", None))
+    experts = make_experts(experts_backend, w13, w2, all2all.experts.start, num_experts=all2all.num_experts)
+    shared, expert_map = getattr(block, "shared_experts", None), None
+    if not placement.is_plain(0):
+        expert_map = ExpertMap(placement.dispatch_table(0, rank), w13.device)
+    kernel = FusedMoEModularKernel(all2all, experts, shared, expert_map=expert_map)
     replacement = ExpertParallelMoE(block.gate, kernel, float(getattr(block, "jitter_noise", 0.0)))
     return replacement.train(block.training)

@@ -152,7 +152,7 @@ class ExpertPlacement:
         for layer, slot in np.argwhere(experts == IDLE):
             row = experts[layer]
             own = row[slot // each * each : slot]
-            counts = _count(row[None], self.num_experts)[0]
+            counts = count_replicas(row[None], self.num_experts)[0]
             counts[own[own != IDLE]] += self.num_slots  # only if the rank has all experts
             row[slot] = counts.argmin()
         return replace(self, experts=experts)

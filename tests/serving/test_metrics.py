@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from api_clients import ASKS, CHAT, MODEL, app_of, call, complete, post
 from fake_engine import FakeEngine
@@ -29,8 +30,9 @@ from repository import ROOT
 from model_runner import SamplingParams
 from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
+from serving.balance import LoadBook
 from serving.engine.restarts import Pause, RestartReason
-from serving.engine_metrics import show_cache, show_restarts
+from serving.engine_metrics import show_balance, show_cache, show_restarts
 from serving.logs import configure_logging, log_event
 from serving.metrics import _DERIVED, RequestMetrics, Siblings, make_registry
 from serving.requests import (
@@ -66,6 +68,7 @@ RESTARTED = {
     "ubatch:requests_resumed",
     "ubatch:requests_poisonous",
 }
+BALANCE = {"ubatch:eplb_balancedness", "ubatch:eplb_rank_tokens", "ubatch:eplb_window_steps"}
 DASHBOARDS = ROOT / "tests" / "support" / "vllm_dashboards.txt"
 
 
@@ -123,7 +126,7 @@ def test_names_and_types() -> None:
         assert (families[metric.name].type, families[metric.name].documentation) == (metric.kind, metric.text)
     for page in (ROOT / "docs").glob("*.md"):
         for name in re.findall(r"`((?:vllm|ubatch):\w+)`", page.read_text(encoding="utf-8")):
-            known = {*families, CACHE, *RESTARTED}
+            known = {*families, CACHE, *RESTARTED, *BALANCE}
             assert {name, name.removesuffix("_total")} & known, page
 
 
@@ -251,6 +254,9 @@ def http_app(engine: FakeEngine, metrics: Metrics) -> Any:
     }
     show_cache(metrics.registry, settings, lambda: (512, 500))
     show_restarts(metrics.registry, "a model", engine)
+    book = LoadBook((2, 2), 2)
+    book.add(0, 3, np.array([[[30, 10], [5, 5]], [[1, 1], [0, 2]]]))
+    show_balance(metrics.registry, "a model", book.balance)
     around = partial(RequestLog, count=HttpMetrics(metrics.registry).count)
     return app_of(engine, observer=metrics.requests, around=around, metrics_app=make_asgi_app(metrics.registry))
 
@@ -306,6 +312,29 @@ def test_restarts_are_read_at_the_scrape() -> None:
     some = {"engines_paused": 1, "requests_resumed_total": 64, "requests_poisonous_total": 1}
     assert read() == {**dict.fromkeys(RestartReason, 0), "killed": 2, "hung": 1, **some}
     assert metrics.value("ubatch:engine_restarts_total", model_name="a model", reason="killed") == 2
+
+
+def test_the_balance_of_the_experts_is_read_at_the_scrape() -> None:
+    metrics = Metrics()
+    http_app(FakeEngine(), metrics)
+    for kind, worst, mean, tokens in (
+        ("all", 21 / 31, (21 / 31 + 6 / 7) / 2, (36, 18)),
+        ("prefill", 20 / 30, (20 / 30 + 1) / 2, (35, 15)),
+        ("decode", 0.5, 0.75, (1, 3)),
+    ):
+        for layer, value in (("worst", worst), ("mean", mean)):
+            name = "ubatch:eplb_balancedness"
+            assert metrics.value(name, kind=kind, layer=layer, model_name="a model") == pytest.approx(value)
+        for rank, count in enumerate(tokens):
+            assert metrics.value("ubatch:eplb_rank_tokens", kind=kind, rank=str(rank)) == count
+    assert metrics.value("ubatch:eplb_window_steps", model_name="a model") == 3
+
+
+@pytest.mark.parametrize("book", [None, LoadBook((2, 2), 1)], ids=["dense", "each rank has all experts"])
+def test_ranks_that_share_no_experts_have_no_balance(book: LoadBook | None) -> None:
+    metrics = Metrics()
+    show_balance(metrics.registry, "a model", lambda: None if book is None else book.balance())
+    assert not BALANCE & metrics.scrape().keys()
 
 
 def test_the_page_about_metrics_has_all_of_them() -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from all2all_bench import CASES, EXPERTS, ROOM, Bench, refused
-from moe_layers import Layer, Routed, Stack, lanes_of
+from moe_layers import Layer, Routed, Stack, lanes_of, make_layer
+from placements import random_placement
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -231,6 +232,37 @@ def signalled(bench: Bench) -> None:
             _run_or_refused(bench, kernel, SIGNALLED, given, bench.expected(layer, routed), fits)
 
 
+def placements(bench: Bench) -> None:
+    """Experts in any slots, some twice, some slots idle: whole, in lanes, in chunks, and combined block by block."""
+    for number, redundant, seed in ((5, 3, 1), (5, 2, 2), (7, 0, 3), (8, 0, 4)):
+        placement = random_placement(1, number, bench.ranks, redundant, seed)
+        if placement.num_slots != EXPERTS:  # one rank has no idle ones
+            placement = random_placement(1, number, bench.ranks, EXPERTS - number, seed)
+        placement = placement.filled() if bench.all2all.traits.batched else placement
+        layer = make_layer(number, bench.case.hidden, 4, seed, bench.case.dtypes[0])
+        kernel = layer.kernel(bench.all2all, placement=placement)
+        for tokens, top_k, unrouted in (((5, 3), 2, 0.0), ((0, 4), 3, 0.5), ((ROOM, 15), 1, 0.0)):
+            routed = bench.tokens(layer, tokens, top_k, unrouted=unrouted)
+            given, expected = (routed.x, routed.weights, routed.ids), bench.expected(layer, routed)
+            what = f"{number} experts, {redundant} redundant, {tokens} tokens"
+            bench.check(kernel(*given), expected, what)
+            for schedule in (
+                *(Schedule("cut", lanes=1, chunks=2, chunk_dispatch=own) for own in (True, False)),
+                SIGNALLED,
+            ):
+                fits = bench.all2all.traits.sends_blocks if schedule.signalled else _fits(bench, schedule)
+                if fits:
+                    bench.check(bench.alone(schedule, lambda: kernel(*given))[0], expected, f"{what}, {schedule.name}")  # noqa: B023
+        model = Stack([layer], bench.all2all, placement=placement)
+        for schedule in filter(lambda each: served(bench, each), schedules()):
+            with closing(lanes_of(model, bench.group, schedule, schedule.lanes)) as wrapper:
+                x = torch.randn((7, 11)[bench.rank], bench.case.hidden).to(bench.case.dtypes[0])
+                expected = model(x)
+                with set_forward_context(ForwardContext(mode=bench.case.mode, num_tokens=len(x))):
+                    bench.check(wrapper(x), expected, f"{number} experts, {schedule.name}")
+                assert wrapper.statistics().engaged == 1, schedule.name
+
+
 # ---------------------------------------------------------------------------------------------------- traits are truths
 
 
@@ -380,7 +412,7 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
     for check in (
         *(traits, bytes_sent, bytes_of_chunks, room),
         *(results, dtypes, strided_inputs, tokens_apart, inference_mode_and_outside, several_under_way),
-        *(lanes, chunks, signalled),
+        *(lanes, chunks, signalled, placements),
         *(refusals, makers),
     )
 }

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe import All2All, FusedMoEModularKernel, SigmoidTopKRouter, SoftmaxTopKRouter, make_experts
+from moe import (
+    All2All,
+    ExpertMap,
+    ExpertPlacement,
+    FusedMoEModularKernel,
+    SigmoidTopKRouter,
+    SoftmaxTopKRouter,
+    make_experts,
+)
 from ranks import run_ranks
 from ubatch import CommGroup, Schedule, UBatchConfig, UBatchWrapper
 
@@ -59,11 +67,17 @@ class Layer:
         all2all: All2All[Any],
         experts: str = "grouped",
         shared_experts: nn.Module | None = None,
+        placement: ExpertPlacement | None = None,
     ) -> FusedMoEModularKernel:
-        """The layer as this rank of `all2all` runs it."""
-        held = all2all.experts
-        local = make_experts(experts, self.w13[held.start : held.stop], self.w2[held.start : held.stop], held.start)
-        return FusedMoEModularKernel(all2all, local, shared_experts)
+        """The layer as this rank of `all2all` runs it; its experts lie as in the first layer of a placement."""
+        slots = all2all.experts
+        if placement is None:
+            held, expert_map = list(slots), None
+        else:
+            rank = slots.start // len(slots)
+            held, expert_map = placement.held(0, rank).tolist(), ExpertMap(placement.dispatch_table(0, rank))
+        local = make_experts(experts, self.w13[held], self.w2[held], slots.start, num_experts=all2all.num_experts)
+        return FusedMoEModularKernel(all2all, local, shared_experts, expert_map=expert_map)
 
 
 def make_layer(
@@ -98,14 +112,21 @@ class Stack(nn.Module):
     """Residual MoE layers, routed by the first columns of their rows; and the same from the plain loop."""
 
     def __init__(
-        self, layers: list[Layer], all2all: Any, experts: str = "grouped", top_k: int = 2, *, shared: bool = False
+        self,
+        layers: list[Layer],
+        all2all: Any,
+        experts: str = "grouped",
+        top_k: int = 2,
+        *,
+        shared: bool = False,
+        placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__()
         self.layers = layers
         torch.manual_seed(0)  # the same on all ranks
         hidden = layers[0].hidden_size
         self.shared = nn.Linear(hidden, hidden, dtype=layers[0].w13.dtype) if shared else None
-        self.kernels: Any = nn.ModuleList(layer.kernel(all2all, experts, self.shared) for layer in layers)
+        self.kernels: Any = nn.ModuleList(layer.kernel(all2all, experts, self.shared, placement) for layer in layers)
         self.router: nn.Module | SoftmaxTopKRouter = SoftmaxTopKRouter(top_k)
 
     def forward(self, x: Tensor) -> Tensor:

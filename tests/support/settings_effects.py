@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 import serving.engine.launch as launch
@@ -63,6 +64,8 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
         streams=SimpleNamespace(asynchronous=False),
         step_settings=SimpleNamespace(reasons=None),
         config=SimpleNamespace(vocab_size=8, eos_token_ids=(0,)),
+        expert_loads=SimpleNamespace(counts=torch.zeros(2, 1, 1)),
+        copy_expert_loads=None,
     )
     group = None if engine.step_size == 1 else SimpleNamespace(rank=0, size=engine.step_size)
     with (
@@ -80,7 +83,7 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
 
 def _of_ranks(seen: Seen, options: EngineOptions) -> None:
     """The store, and the processes of this machine."""
-    seen["restarts"] = options.restarts
+    seen["restarts"], seen["loads"] = options.restarts, options.expert_load_out
     with contextlib.suppress(UBatchError), tempfile.TemporaryDirectory() as folder:
         rendezvous.host_store(options, Path(folder))
     run = rendezvous.Run.open(HashStore(), read_secret(options.cluster_secret_file))
@@ -214,9 +217,14 @@ def _of_offline(seen: Seen, engine: EngineOptions) -> None:
 
 def of_trace(words: Sequence[str]) -> Effects:
     """Of `ubatch trace`: what is asked of a server, which files are read, what runs here, and where it writes."""
-    source = {"--url", "--files"} & set(words) or _file_of(words).startswith(("url:", "files:"))
+    source = {"--url", "--files", "--expert-loads"} & set(words)
+    source |= {key for key in ("url:", "files:", "expert-loads:") if _file_of(words).startswith(key)}
     command = trace.read("ubatch trace", "", [*words, *([] if source else prompts_of(words))])
     seen, client = Seen(), mock.MagicMock()
+    if command.settings["expert_loads"] is not None:
+        with mock.patch.object(trace, "loads_of_file", seen.note("loads", then=Enough)), pytest.raises(Enough):
+            trace._show_loads(command.settings)
+        return seen
     client.__enter__.return_value.post.return_value.json.return_value = {"files": []}
     with (
         mock.patch.object(trace.httpx, "Client", seen.note("client", client)),
@@ -229,7 +237,7 @@ def of_trace(words: Sequence[str]) -> Effects:
     seen.pop("offline", None)
     mkdir = mock.patch.object(Path, "mkdir", lambda self, **_: seen.note("folder", then=OSError)(self))
     with mkdir, contextlib.suppress(UBatchError):
-        trace._write(command, [], [], [], [])
+        trace._write(command, [], [], [], [], None)
     run = command.run
     if run is not None:
         with mock.patch.object(trace, "_record", return_value=trace.Recorded([], [])):

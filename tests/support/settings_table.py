@@ -108,6 +108,8 @@ CASES: Mapping[str, Case] = {
     "cudagraph_capture_sizes": Case(("1",), ("--max-num-seqs", "4"), gpus=2, yaml="[1]"),
     "max_cudagraph_capture_size": Case(("2",), ("--max-num-seqs", "4"), gpus=2),
     "enforce_eager": Case(gpus=2),
+    # the experts' load
+    "expert_load_out": Case(("loads.npy",)),
     # engines that have failed
     "max_engine_restarts": Case(("5",)),
     "engine_restart_window_s": Case(("60",), ("--max-engine-restarts", "1")),
@@ -167,6 +169,9 @@ CASES: Mapping[str, Case] = {
     "seconds": Case(("1.5",), ("--url", "http://x")),
     "files": Case(("a.json",), without=("--files", "b.json"), yaml="[a.json]"),
     "serial": Case(("a.json",), yaml="[a.json]"),
+    "expert_loads": Case(("a.npy",), ("--ranks", "2"), without=("--expert-loads", "b.npy")),
+    "ranks": Case(("3",), ("--expert-loads", "a.npy"), without=("--ranks", "2")),
+    "expert_placement": Case(("placement.yaml",), ("--expert-loads", "a.npy"), without=("--ranks", "2")),
     "out": Case(("elsewhere",)),
     # tune
     "modes": Case(("decode",), yaml="[decode]"),

@@ -74,7 +74,7 @@ _GROUPS: Mapping[str, str] = {
     "engines that fail are started again by themselves; --max-engine-restarts says how often": "/fault_tolerance",
     "settings are given when the server starts; see `ubatch serve --help`": """
         /configure_logging /set_internal_state /set_trace_level /freeze_gc""",
-    "how often each expert is chosen is not recorded": """
+    "/metrics has the load of the experts at all times, and --expert-load-out writes it to a file": """
         /start_expert_distribution_record /stop_expert_distribution_record /dump_expert_distribution_record""",
     "n-gram speculation looks in the request's own tokens alone": """
         /add_external_corpus /remove_external_corpus /list_external_corpora""",

@@ -49,16 +49,17 @@ class Source(Group):
     serial: Annotated[tuple[Path, ...], BeforeValidator(_as_tuple), Flag(metavar="FILE [FILE ...]")] = Field(
         (), description="trace.json of a run without overlap, to compare with; a run here measures one itself"
     )
-    loads: Annotated[Path | None, Flag(metavar="FILE")] = Field(
+    expert_loads: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         None, description="show the experts' load of --expert-load-out, or of another [steps, layers, experts] array"
     )
-    ranks: Positive | None = Field(None, description="with --loads: ranks that share the experts")
-    placement: Annotated[Path | None, Flag(metavar="FILE")] = Field(
-        None, description="with --loads: where the experts are, in place of --ranks; else in the order of their ids"
+    ranks: Positive | None = Field(None, description="with --expert-loads: ranks that share the experts")
+    expert_placement: Annotated[Path | None, Flag(metavar="FILE")] = Field(
+        None,
+        description="with --expert-loads: where the experts are, in place of --ranks; else in the order of their ids",
     )
     out: Path = Field(
         Path("trace"),
-        description="folder for trace.json, trace.html and summary.json; with --loads for experts.html and .svg",
+        description="folder for trace.json, trace.html and summary.json; with --expert-loads for experts.html and .svg",
     )
 
 

@@ -1,4 +1,4 @@
-"""The experts' load in a trace's page: that of the recorded time, or of a file (`ubatch trace --loads`)."""
+"""The experts' load in a trace's page: that of the recorded time, or of a file (`ubatch trace --expert-loads`)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import httpx
 
 from serving.generate import print_notes
 from serving.options import TRACE, Layer, Settings, chosen_dtype, describe_settings, merge, read_layers
-from serving.options.sources import Source, settle_environment
+from serving.options.sources import Source, settle_environment, spelled_flag
 from serving.workbench.bench.statistics import columns
 from serving.workbench.tracing.diagnosis import diagnose
 from serving.workbench.tracing.expert_map import as_document
@@ -43,11 +43,11 @@ class ServerRefused(UBatchError):
 _OF_SOURCE = {
     "--url": {"url", "seconds", "api_key", "out", "serial"},
     "--files": {"files", "out", "serial"},
-    "--loads": {"loads", "ranks", "placement", "out"},
+    "--expert-loads": {"expert_loads", "ranks", "expert_placement", "out"},
 }
-_OF_OTHERS = {"seconds", "api_key", "ranks", "placement"}
+_OF_OTHERS = {"seconds", "api_key", "ranks", "expert_placement"}
 """What a run here does not have."""
-_SOURCES = ("url", "files", "loads", "prompt")
+_SOURCES = ("url", "files", "expert_loads", "prompt")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def run(command: TraceCommand) -> int:
         return 0
     chosen = () if command.run is None else chosen_dtype(command.settings)
     print_notes("ubatch trace", (*chosen, *command.notes))
-    if command.settings["loads"] is not None:
+    if command.settings["expert_loads"] is not None:
         return _show_loads(command.settings)
     recorded, serial = _record(command)
     ranks = merge_traces(recorded)
@@ -137,17 +137,17 @@ def _chosen_sources(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
 
 def _check(s: Settings, words: Layer) -> str:
     """Find the flag that says what to trace, and refuse other flags without effect (not a file's: it may be shared)."""
-    sources = {f"--{name}": bool(s[name]) for name in _SOURCES}
+    sources = {spelled_flag(name): bool(s[name]) for name in _SOURCES}
     chosen = [name for name, there in sources.items() if there]
     if not chosen:
-        raise ConfigError("give --url of a running server, --files, --loads, or a checkpoint and --prompt.")
+        raise ConfigError("give --url of a running server, --files, --expert-loads, or a checkpoint and --prompt.")
     source = chosen[0]
     allowed = _OF_SOURCE.get(source)
     wrong = [name for name in words if (name in _OF_OTHERS if allowed is None else name not in allowed)]
     if wrong:
         raise ConfigError(f"{words[wrong[0]].spelled} has no effect with {source}. Remove it.")
-    if source == "--loads" and s["ranks"] is None and s["placement"] is None:
-        raise ConfigError(f"--loads {s['loads']} needs --ranks, or --placement: which rank has which experts.")
+    if source == "--expert-loads" and s["ranks"] is None and s["expert_placement"] is None:
+        raise ConfigError("--expert-loads needs --ranks, or --expert-placement: which rank has which experts.")
     return source
 
 
@@ -275,11 +275,11 @@ def _write(
 
 def _show_loads(s: Settings) -> int:
     """Write the page of a file of loads."""
-    loads = loads_of_file(s["loads"], s["ranks"], s["placement"])
+    loads = loads_of_file(s["expert_loads"], s["ranks"], s["expert_placement"])
     path, picture = (s["out"] / name for name in ("experts.html", "experts.svg"))
-    facts = {"source": str(s["loads"]), "steps": str(len(loads.steps)), "tokens": f"{loads.steps.sum():,.0f}"}
-    if s["placement"] is not None:
-        facts["placement"] = str(s["placement"])
+    facts = {"source": str(s["expert_loads"]), "steps": str(len(loads.steps)), "tokens": f"{loads.steps.sum():,.0f}"}
+    if s["expert_placement"] is not None:
+        facts["placement"] = str(s["expert_placement"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_html(path, {}, title="expert load", summary=facts, sections=[loads.section()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from moe import ExpertPlacement
 from moe.balance import Ints
 from serving.engine.rank.loads import LoadReporter
+from serving.engine.rank.tracing import EXPERT_LOADS, StepTracer
 from serving.engine.wire.messages import Loads, decode_from_engine, encode
 from ubatch.streams import HostCopy
+from ubatch.trace import read_chrome
 
 
 @dataclass(eq=False)
@@ -87,6 +90,18 @@ def test_total_leaves_the_reports_alone() -> None:
     device.step()
     assert device.reporter.total().sum() == 4
     assert device.news(now=True) == [(1, 4)]
+
+
+def test_a_profile_has_the_load_of_its_time(tmp_path: Path) -> None:
+    device = Device()
+    device.step(100)
+    tracer = StepTracer(loads=device.reporter)
+    tracer.start_profile()
+    device.step(7)
+    assert tracer.stop_profile(tmp_path / "rank-0.json", 0) is None
+    (rank,) = read_chrome(tmp_path / "rank-0.json")
+    told = rank.extra[EXPERT_LOADS]
+    assert told == {"counts": [[[7, 7]], [[7, 7]]], "slots": [[0, 1]], "num_ranks": 2}
 
 
 def test_a_kind_without_tokens_travels_as_nothing() -> None:

@@ -88,7 +88,8 @@ def known(table: Table, words: Sequence[str]) -> list[str]:
 
 def beside(table: Table, case: Case, name: str) -> list[str]:
     words = known(table, case.beside) if not case.beside or case.beside[0].startswith("--") else list(case.beside)
-    if "tiny-lab/tiny" in words or name in ("model", "url", "files", "seconds") or "--url" in words:
+    alone = {"--url", "--expert-loads"} & set(words)
+    if "tiny-lab/tiny" in words or name in ("model", "url", "files", "seconds", "expert_loads") or alone:
         return words
     return [str(TINY_MOE), *words]
 

@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,7 +36,7 @@ _ERROR = re.compile(r"^(\S+ \S+)\.(\d{3}) ERROR +api ", re.MULTILINE)
 _SETTLE_S = 2.0
 _LOOK_S = 0.01
 _FEW = 16
-_COST_REQUESTS, _COST_TOKENS = 64, 256
+_COST_REQUESTS, _COST_TOKENS, _BLOCKS_OF_A_PAIR = 64, 256, 3
 _ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
 
 
@@ -138,18 +138,18 @@ def tokens_after(streams: Sequence[Sequence[float]], since: float) -> list[float
 
 
 def run_cost(setting: Setting) -> Found:
-    """Two servers, one of which may restart its engines; one at a time has a load."""
-    with ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
-            for name, flag in (("on", _ON), ("off", _OFF))
-        }
-        pool = asyncio.run(token_pool(servers["on"].server))
-        rng = random.Random(0)
-        prompts = [rng.choices(pool, k=32) for _ in range(_COST_REQUESTS)]
-        sessions = [each.pid for each in servers.values()]
-        arms = {name: partial(_visit, each, prompts, sessions) for name, each in servers.items()}
-        seconds = interleave_arms(arms, setting.sizes.blocks, label="blocks")
+    """Two servers, one of which may restart its engines; one at a time has a load.
+
+    Every third block has new servers: each server measures which kernels are fastest when it starts, and its choice may
+    differ from another's by more than a restart costs.
+    """
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    left, arms = setting.sizes.blocks, [("on", _ON), ("off", _OFF)]
+    while left:
+        blocks = min(left, _BLOCKS_OF_A_PAIR)
+        for name, values in _pair(setting, dict(arms), blocks).items():
+            seconds[name] += values
+        left, arms = left - blocks, arms[::-1]
     ratio = paired(seconds["off"], seconds["on"])
     tokens = _COST_REQUESTS * _COST_TOKENS
     for name, values in seconds.items():
@@ -159,6 +159,21 @@ def run_cost(setting: Setting) -> Found:
         [f"cost: throughput with restarts is {ratio:.3f} of that without"] if ratio.median < _LEAST_THROUGHPUT else []
     )
     return Found({"seconds": seconds, "ratio": ratio}, faults)
+
+
+def _pair(setting: Setting, flags: Mapping[str, str], blocks: int) -> Mapping[str, list[float]]:
+    """Seconds of each block, by server."""
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
+            for name, flag in flags.items()
+        }
+        pool = asyncio.run(token_pool(servers["on"].server))
+        rng = random.Random(0)
+        prompts = [rng.choices(pool, k=32) for _ in range(_COST_REQUESTS)]
+        sessions = [each.pid for each in servers.values()]
+        arms = {name: partial(_visit, each, prompts, sessions) for name, each in servers.items()}
+        return interleave_arms(arms, blocks, label="blocks")
 
 
 def _visit(server: Subject, prompts: list[list[int]], sessions: list[int]) -> float:

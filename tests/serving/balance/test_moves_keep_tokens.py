@@ -1,0 +1,134 @@
+"""While experts move between ranks, requests get the tokens that they get where experts stay."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_mains import core_over
+from fake_proposer import FakeProposer, oracle
+from repository import TINY_MOE
+
+from model_runner import ModelRunner, SamplingParams
+from model_runner.decoder import repeated
+from moe import ExpertPlacement
+from moe.balance import EplbConfig
+from ranks import run_ranks
+from serving.requests import RequestInput
+from ubatch import SCHEDULES, CommGroup, UBatchConfig
+
+pytestmark = pytest.mark.ranks
+
+NEW = 48
+LOW = {"dbo_decode_token_threshold": 4, "dbo_prefill_token_threshold": 8}
+OFF = UBatchConfig(enable_dbo=False)
+LANES = UBatchConfig(**LOW)
+CHUNKS = UBatchConfig(**LOW, schedule=SCHEDULES["single_batch"])
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"dbo": OFF},
+    "lanes": {"dbo": LANES},
+    "chunks": {"dbo": CHUNKS},
+    "overlapped loop": {"dbo": LANES, "loop": True},
+    "redundant": {"dbo": LANES, "redundant": 4},
+    "uneven": {"dbo": LANES, "redundant": 3},
+    "drafts": {"dbo": LANES, "drafts": True},
+    "tensor parallel": {"dbo": OFF, "tensor_parallel_size": 2},
+    "little memory": {"dbo": OFF, "num_kv_blocks": 24},
+}
+
+
+def random_placement(rng: random.Random, like: ExpertPlacement) -> ExpertPlacement:
+    experts = like.experts.copy()
+    for row in experts:
+        used = np.flatnonzero(row >= 0)
+        chosen = [*range(like.num_experts), *(rng.randrange(like.num_experts) for _ in used[like.num_experts :])]
+        rng.shuffle(chosen)
+        row[used] = chosen
+    return ExpertPlacement(experts, like.num_experts, like.num_ranks)
+
+
+def requests_of(rank: int) -> list[RequestInput]:
+    """Prompts of this rank's own; two of them begin alike, for the prefix cache."""
+    rng = random.Random(rank)
+    shared = [rng.randrange(3, 2000) for _ in range(40)]
+    prompts = [[rng.randrange(3, 2000) for _ in range(length)] for length in (5, 70, 20)]
+    prompts += [[*shared, 7], [*shared, 9, 11]]
+    params = SamplingParams(max_tokens=NEW, ignore_eos=True)
+    return [RequestInput(str(index), prompt, params) for index, prompt in enumerate(prompts)]
+
+
+def serve(
+    runner: ModelRunner, rank: int, *, loop: bool = False, proposer: FakeProposer | None = None, moving: bool = False
+) -> tuple[list[list[int]], dict[str, int], int, Any]:
+    """This rank's tokens, what steps did, and how many layers were switched while requests ran."""
+    core = core_over(
+        runner,
+        overlap=loop,
+        proposer=proposer,
+        max_num_seqs=8,
+        max_model_len=160,
+        max_num_batched_tokens=64,
+        num_speculative_tokens=3 if proposer else 0,
+    )
+    requests = requests_of(rank)
+    tokens: list[list[int]] = [[] for _ in requests]
+    for request in requests:
+        core.add(request)
+    rng, steps, number, switched = random.Random(9), 0, 0, 0
+    while core.has_work or not core.idle:
+        mover = runner.mover if moving else None
+        if mover is not None and not mover.busy and steps % 2 == rank % 2:  # ranks hear of it at different steps
+            number += 1
+            mover.begin(number, random_placement(rng, mover.placement))
+        for output in core.step():
+            tokens[int(output.request_id)] += output.token_ids
+        steps += 1
+        for news in () if mover is None else mover.take_news():
+            assert not news.failure
+            switched += len(news.layers)
+    core.scheduler.check(idle=True)
+    return tokens, dict(core.statistics().steps), switched, core.statistics()
+
+
+def on_a_rank(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
+    case = dict(CASES[name])
+    size, redundant = case.get("tensor_parallel_size", 1), case.pop("redundant", 0)
+    group = CommGroup.from_process_group(timeout_s=20)
+    own = rank // size
+    loop, drafts = case.pop("loop", False), case.pop("drafts", False)
+    options = {"kv_cache_memory": 8 << 20} if "num_kv_blocks" not in case else {}
+    options |= {"group": group, "max_num_seqs": 8, "num_speculative_tokens": 3 if drafts else 0}
+    with ModelRunner(TINY_MOE, **options, **case) as still:
+        wanted, *_ = serve(still, own)
+    config = EplbConfig(move_bytes_per_step=150_000, num_redundant_experts=redundant)
+    recorded = []
+    keep = repeated.RepeatedLayers.__call__
+
+    def watch(self: Any, *args: Any) -> Any:
+        recorded.append(self.repetitions)
+        return keep(self, *args)
+
+    repeated.RepeatedLayers.__call__ = watch  # type: ignore[method-assign]
+    with ModelRunner(TINY_MOE, **options, **case, enable_eplb=True, eplb_config=config) as runner:
+        proposer = oracle(wanted, 200, trees=False, seed=rank) if drafts else None
+        tokens, steps, switched, statistics = serve(runner, own, loop=loop, proposer=proposer, moving=True)
+    return tokens == wanted, steps, switched, statistics.preemptions, statistics.prefix_hits, max(recorded, default=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_the_same_while_experts_move(name: str) -> None:
+    for same, steps, switched, retracted, hits, recorded in run_ranks(on_a_rank, 2, name, timeout_s=150):
+        assert same
+        assert switched >= 4
+        dbo = CASES[name]["dbo"]
+        engaged = "engaged_single" if dbo is CHUNKS else "engaged"
+        assert any(key.endswith(f"/{engaged}") for key in steps) == dbo.enable_dbo, steps
+        if name == "drafts":
+            assert any(key.startswith("verify") for key in steps), steps
+        if name == "little memory":
+            assert retracted
+        if name == "plain":
+            assert hits
+            assert recorded
