@@ -114,9 +114,10 @@ def expert_parallel(
 ) -> ModelT:
     """Spread a Hugging Face model's experts over the ranks of `group`, in place.
 
-    If the experts do not divide by the ranks, the first ranks hold one more. Attention and everything else stay whole on every rank, and each rank calls the model with its own tokens (data
-    parallel). All ranks must call it equally often: every call is collective. With more than one rank it is for
-    inference only; run under `torch.no_grad()` or `torch.inference_mode()`.
+    If the experts do not divide by the ranks, the first ranks hold one more. Attention and everything else stay whole
+    on every rank, and each rank calls the model with its own tokens (data parallel). All ranks must call it equally
+    often: every call is collective. With more than one rank it is for inference only; run under `torch.no_grad()` or
+    `torch.inference_mode()`.
 
     Args:
         model: with Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2 or DeepSeek-V3 blocks of transformers 5.x; the same weights

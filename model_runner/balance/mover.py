@@ -175,8 +175,9 @@ class Mover:
         if device.type != "cpu":
             self._away, self._home = (torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
         self._weights = 2 * torch.arange(-(-room // ALIGNMENT), dtype=torch.int64, device=device) + 1
+        self._products = torch.empty_like(self._weights)
         self.expert_bytes = max(self._slots.slot_bytes)
-        self.staging_bytes = most + 2 * room
+        self.staging_bytes = most + 4 * room
         self._sums = torch.zeros(2, group.size, dtype=torch.int64, device=device)  # of what is sent, and received
         self._wrong = torch.zeros(1, dtype=torch.bool, device=device)
         self._wrong_home = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
@@ -377,7 +378,8 @@ class Mover:
         """Add a piece to a checksum: changes with every word of it, and with their order."""
         if self._checksums:
             words = piece.view(torch.int64)
-            total.mul_(_MIXES).add_((words * self._weights[: len(words)]).sum())
+            products = torch.mul(words, self._weights[: len(words)], out=self._products[: len(words)])
+            total.mul_(_MIXES).add_(products.sum())
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

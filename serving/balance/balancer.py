@@ -163,9 +163,10 @@ class Balancer:
             expected=round(float(decision.after.mean()), 3),
         )
         if move:
-            self._begin(decision.placement, decision.layers, reason)
+            self.begin(decision.placement, decision.layers, reason)
 
-    def _begin(self, placement: ExpertPlacement, layers: Sequence[int], reason: MoveReason) -> None:
+    def begin(self, placement: ExpertPlacement, layers: Sequence[int], reason: MoveReason) -> None:
+        """Send an order; none may be under way."""
         self._number += 1
         self._under_way, self._wanted = True, placement
         self.rearrangements[reason] += 1
@@ -197,7 +198,7 @@ class Balancer:
         self._book.placement = self._first
         layers = np.flatnonzero((before.experts != self._first.experts).any(axis=1)).tolist()
         if layers:
-            self._begin(before, layers, MoveReason.RESTORED)
+            self.begin(before, layers, MoveReason.RESTORED)
 
     def close(self) -> None:
         """Plan no more."""

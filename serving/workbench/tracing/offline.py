@@ -102,7 +102,7 @@ def _choices(s: Settings) -> Iterator[tuple[str, Any, str]]:
             yield "data_parallel_size", _RANKS, "two ranks, so that something travels"
         else:
             yield "tensor_parallel_size", _RANKS, "a dense model has no experts to share, but its heads"
-    shares = model.num_experts and not model.num_experts % processes and processes > 1
+    shares = processes > 1 and model.num_experts and (model.moe_layers or not model.num_experts % processes)
     if shares and not s.given("enable_expert_parallel"):
         yield "enable_expert_parallel", True, "the ranks share the experts"
 

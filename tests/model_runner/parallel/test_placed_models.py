@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from c_kernels import needs_c
 from checkpoints import FAMILIES, make_checkpoint
 from hypothesis import HealthCheck, given, settings
