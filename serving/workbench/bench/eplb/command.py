@@ -88,7 +88,9 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
     Part.PREDICT: lambda models, options: measure_predictions(models, options.rounds),
     Part.COUNTING: lambda models, options: measure_counting(models, options.rounds),
     Part.SHIFT: lambda models, options: measure_shifts(models, options.eplb, min(options.shifts, options.rounds)),
-    Part.MOVING: lambda models, options: measure_moving(models, options.moving_steps, options.rounds),
+    Part.MOVING: lambda models, options: measure_moving(
+        models, 1 if options.quick else options.moving_steps, options.rounds
+    ),
 }
 
 

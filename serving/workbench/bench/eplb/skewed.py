@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,12 @@ class Rearranger:
         finally:
             self._runner.mover = self.mover
 
+    def finish(self, setting: StepSetting) -> None:
+        """Step until all experts are in their places."""
+        while self.mover.busy:
+            setting.step(SERIAL)
+        self.news()
+
     def news(self) -> list[MoveNews]:
         """What has moved since the last call.
 
@@ -183,9 +189,7 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
         settings = {"without": setting(plain), "with": setting(balanced), "perfect": setting(perfect)}
         rearranger = Rearranger(balanced)
         rearranger.begin(plan_placement(window, placement_of(settings["with"])))
-        while rearranger.mover.busy:
-            settings["with"].step(SERIAL)
-        rearranger.news()
+        rearranger.finish(settings["with"])
         loads = {name: loads_of(each) for name, each in settings.items()}
         yield SkewedModels(settings, loads, link, rearranger, biases)
 
@@ -196,6 +200,12 @@ def placement_of(setting: StepSetting) -> ExpertPlacement:
     if placement is None:
         raise UBatchError("the model has no routed experts.")
     return placement
+
+
+def on_next_ranks(placement: ExpertPlacement) -> ExpertPlacement:
+    """The same experts together, but each rank's on the next one: all of them move, and the balance stays."""
+    each = placement.slots_per_rank
+    return replace(placement, experts=np.roll(placement.experts, each, axis=1))
 
 
 def sparse_layers(runner: ModelRunner) -> list[SparseMLP]:
