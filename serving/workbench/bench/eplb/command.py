@@ -77,6 +77,11 @@ class Options(StepOptions):
         )
 
     @property
+    def steps_while_moving(self) -> int:
+        """Steps that are measured while experts move; a quick run has one block."""
+        return 1 if self.quick else self.moving_steps
+
+    @property
     def rounds(self) -> int:
         """Blocks that are measured."""
         return min(self.blocks, _QUICK_BLOCKS) if self.quick else self.blocks
@@ -88,9 +93,7 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
     Part.PREDICT: lambda models, options: measure_predictions(models, options.rounds),
     Part.COUNTING: lambda models, options: measure_counting(models, options.rounds),
     Part.SHIFT: lambda models, options: measure_shifts(models, options.eplb, min(options.shifts, options.rounds)),
-    Part.MOVING: lambda models, options: measure_moving(
-        models, 1 if options.quick else options.moving_steps, options.rounds
-    ),
+    Part.MOVING: lambda models, options: measure_moving(models, options.steps_while_moving, options.rounds),
 }
 
 

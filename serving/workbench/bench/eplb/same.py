@@ -64,7 +64,8 @@ def compare_tokens(models: SkewedModels, new_tokens: int) -> SameResult:
     models.rearranger.finish(balanced)
     counts = torch.tensor([count_different(without, moved), count_different(without, moving)]).sum(dim=0)
     dist.all_reduce(counts)
-    return SameResult(*counts.tolist(), switched)
+    tokens, different, ties = counts.tolist()
+    return SameResult(tokens, different, ties, switched)
 
 
 def count_different(expected: Sequence[GenerationOutput], found: Sequence[GenerationOutput]) -> tuple[int, int, int]:

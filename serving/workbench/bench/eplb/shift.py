@@ -155,11 +155,10 @@ class _Server:
         if self._step % self._part == 0:
             self._tell()
         self._loop.run_until_complete(asyncio.sleep(0))  # a plan that is made is sent
-        orders: list[object] = [self._orders.pop(0) if self._orders else None]
+        orders = [self._orders.pop(0) if self._orders else None]
         dist.broadcast_object_list(orders)
-        match orders[0]:
-            case (ExpertPlacement() as placement, layers):
-                self._rearranger.begin(placement, layers)
+        if orders[0] is not None:
+            self._rearranger.begin(*orders[0])
         for news in self._rearranger.news():
             self._balancer.moved(self._number, news.layers, news.num_bytes, news.failure, over=news.over)
 

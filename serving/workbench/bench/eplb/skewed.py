@@ -176,8 +176,8 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
             stack.callback(made.close)
             return made
 
-        plain, perfect = open_runner(), open_runner()
         balanced = open_runner(enable_eplb=True, eplb_config=eplb)
+        plain, perfect = (open_runner(experts_backend=balanced.experts_backend) for _ in range(2))
         vocabulary = plain.config.vocab_size
         biases = _skewed_biases(plain, setting(plain), skew)
         set_biases(plain, biases)
