@@ -92,19 +92,19 @@ def test_draft_networks_are_not_placed(tmp_path: Path) -> None:
 
 
 def test_a_placement_for_others_is_refused() -> None:
-    def made(*given: Any, redundant: int = 0) -> ExpertPlacement:
-        return make_placement(7, (1, 3), 2, redundant, ExpertPlacement.default(*given) if given else None)
+    def made(*sizes: int, redundant: int = 0) -> ExpertPlacement:
+        return make_placement(7, (1, 3), 2, redundant, ExpertPlacement.default(*sizes) if sizes else None)
 
     assert made().experts.tolist() == [[0, 1, 2, 3, 4, 5, 6, IDLE]] * 2
     assert made(redundant=2).experts.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, IDLE]] * 2
     assert made(2, 7, 2, 3) == ExpertPlacement.default(2, 7, 2, 3)
-    for given, message in (
+    for sizes, message in (
         ((2, 8, 2), "for 8 experts in a layer, but there are 7"),
         ((2, 7, 3), "for 3 ranks, but there are 2"),
         ((1, 7, 2), "for 1 MoE layers, but there are 2"),
     ):
         with pytest.raises(ConfigError, match=message):
-            made(*given)
+            made(*sizes)
     with pytest.raises(ConfigError, match="8 slots, but 3 redundant experts make 10"):
         made(2, 7, 2, redundant=3)
 
