@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from repository import ROOT
 
 from model_runner import SamplingParams
+from moe import ExpertPlacement
 from serving.api.http.counted import HttpMetrics
 from serving.api.request_log import RequestLog
 from serving.balance import LoadBook
@@ -254,7 +255,7 @@ def http_app(engine: FakeEngine, metrics: Metrics) -> Any:
     }
     show_cache(metrics.registry, settings, lambda: (512, 500))
     show_restarts(metrics.registry, "a model", engine)
-    book = LoadBook((2, 2), 2)
+    book = LoadBook(ExpertPlacement.default(2, 2, 2))
     book.add(0, 3, np.array([[[30, 10], [5, 5]], [[1, 1], [0, 2]]]))
     show_balance(metrics.registry, "a model", book.balance)
     around = partial(RequestLog, count=HttpMetrics(metrics.registry).count)
@@ -330,7 +331,9 @@ def test_the_balance_of_the_experts_is_read_at_the_scrape() -> None:
     assert metrics.value("ubatch:eplb_window_steps", model_name="a model") == 3
 
 
-@pytest.mark.parametrize("book", [None, LoadBook((2, 2), 1)], ids=["dense", "each rank has all experts"])
+@pytest.mark.parametrize(
+    "book", [None, LoadBook(ExpertPlacement.default(2, 2, 1))], ids=["dense", "each rank has all experts"]
+)
 def test_ranks_that_share_no_experts_have_no_balance(book: LoadBook | None) -> None:
     metrics = Metrics()
     show_balance(metrics.registry, "a model", lambda: None if book is None else book.balance())

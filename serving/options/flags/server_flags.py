@@ -269,7 +269,7 @@ class Experts(Group):
     expert_load_out: Annotated[Path | None, Flag(metavar="FILE", default="none")] = Field(
         None,
         description="write the load of every expert to this .npy or .json, now and then and at the end: "
-        f"[parts of {part_steps(WINDOW_SIZE)} steps, layers, experts], the last {PARTS * KEEP}; machine 0 writes it",
+        f"[{PARTS * KEEP} parts, layers, experts], each part {part_steps(WINDOW_SIZE)} steps; machine 0 writes it",
     )
 
 
