@@ -12,6 +12,7 @@ from triton_compiler import Label, Launches
 
 from moe.kernels.align import align_pairs, tile_batches
 from moe.kernels.copy import copy_on_sms
+from moe.kernels.expert_map import map_and_count
 from moe.kernels.fp8_linear import LinearTile, _launch, linear_tiles
 from moe.kernels.gemm_configs import GemmConfig, gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_down, project_up
@@ -106,6 +107,8 @@ def compile_experts(launches: Launches) -> None:
             quantize_rows(numbers(4, experts.hidden, dtype=BF16))
             chosen = torch.zeros(4, experts.top_k, dtype=torch.int64)
             sum_choices(numbers(4, experts.top_k, experts.hidden, dtype=BF16), chosen, 0, 4)
+            table, turns = torch.zeros(64, experts.num + 1, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
+            map_and_count(chosen, experts.num, (table, turns), torch.zeros(experts.num, dtype=torch.int64))
         for rows in (16, 32, 64, 128):
             compile_gemms(launches, model, experts, rows)
             if model in BATCHED:

@@ -92,6 +92,20 @@ def test_it_plans_early_when_balancedness_falls_but_once_in_a_window() -> None:
     asyncio.run(scenario())
 
 
+def test_a_fall_is_planned_for_by_what_came_since() -> None:
+    """After four tenths of a window; those before it would hide from the planner what changed."""
+
+    async def scenario() -> None:
+        bench = Bench(step_interval=100_000, balancedness_fall=0.1)
+        await bench.count(20, [10] * EXPERTS)
+        await bench.count(8, SKEWED)
+        ((_, placement, layers),) = bench.orders
+        assert layers == [0, 1]
+        assert placement.balancedness(np.array([SKEWED] * 2)).min() > 0.9
+
+    asyncio.run(scenario())
+
+
 def test_failures_are_counted_and_the_placement_stays() -> None:
     async def scenario() -> None:
         bench = Bench()
