@@ -30,7 +30,8 @@ _logger = logging.getLogger(__name__)
 _LINK_BYTES_PER_S = 1e9
 """Assumed of a link that is not emulated."""
 _NEWEST = 3
-"""Parts of the window in which balancedness must have fallen, and that are then planned for: earlier loads were others."""
+"""Parts of the window in which balancedness must have fallen, and that are planned for then: earlier ones are of other
+loads."""
 _STEP_S = 0.1
 """Assumed of a step before one was measured."""
 
