@@ -21,9 +21,7 @@ from torch import Tensor
 
 from moe.placement import MOST_ROWS, Ints
 from ubatch import ForwardMode, get_forward_context
-from ubatch.kernels import compile_c, kernel_of, runs_in_c
-
-_IDS = (torch.int64,)
+from ubatch.kernels import calls_c, compile_c, kernel_of
 
 LayerLoad = tuple[Tensor, Tensor]
 """Tokens of each expert of one layer, `[E]` int64: in prefill steps, and in decode steps."""
@@ -46,9 +44,10 @@ class ExpertMap:
         self.turns = torch.ones(1, dtype=torch.int64, device=device)
         self.replace(table)
 
-    def replace(self, table: Ints) -> None:
-        """Change the table in place, in the order of the current stream."""
-        new = torch.from_numpy(table).to(self.table)
+    def replace(self, table: Ints | Tensor) -> None:
+        """Change the table in place, in the order of the current stream; a table that lies on the device already, as
+        int32, is not waited for."""
+        new = torch.as_tensor(table).to(self.table)
         self.table[: len(table)].copy_(new)
         self.turns.fill_(len(table))
 
@@ -93,7 +92,8 @@ def map_and_count(topk_ids: Tensor, expert_map: ExpertMap | None, load: LayerLoa
     counts = None
     if load is not None:
         context = get_forward_context()
-        counts = load[context is not None and context.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)]
+        mode = None if context is None else context.mode
+        counts = load[mode is ForwardMode.DECODE or mode is ForwardMode.TARGET_VERIFY]
     if expert_map is not None:
         mapping, experts = (expert_map.table, expert_map.turns), expert_map.table.shape[1] - 1
     elif counts is not None:
@@ -104,7 +104,7 @@ def map_and_count(topk_ids: Tensor, expert_map: ExpertMap | None, load: LayerLoa
         from moe.kernels import expert_map as triton_kernel
 
         return triton_kernel.map_and_count(topk_ids, experts, mapping, counts)
-    if not runs_in_c(topk_ids, dtypes=_IDS):
+    if not topk_ids.is_cpu or not calls_c():
         return reference_map_and_count(topk_ids, experts, mapping, counts)
     ids = topk_ids if topk_ids.is_contiguous() else topk_ids.contiguous()
     slots = topk_ids if mapping is None else torch.empty_like(ids)

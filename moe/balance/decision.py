@@ -135,8 +135,8 @@ def decide(
 
 
 def mean_balancedness(placement: ExpertPlacement, windows: npt.NDArray[np.generic]) -> Floats:
-    """`[L]`: mean / max over ranks, of `[W, L, E]` windows together: tokens of a mean rank over those of the busiest, each
-    summed over windows."""
+    """`[L]`: mean / max over ranks, of `[W, L, E]` windows together: tokens of a mean rank over those of the busiest
+    one, both summed over windows."""
     ranks = placement.rank_loads(windows)
     return _ratio(ranks.mean(axis=2).sum(axis=0), ranks.max(axis=2).sum(axis=0))
 

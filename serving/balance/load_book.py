@@ -8,6 +8,7 @@ from pathlib import Path
 from moe import ExpertPlacement
 from moe.balance import WINDOW_SIZE, Floats, Ints, LoadKind, LoadWindows, WindowLoads
 from serving.balance.load_file import KEEP, LoadFile
+from ubatch.errors import check_known
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,12 @@ class ExpertBalance:
     placement: ExpertPlacement
 
     def tokens(self, kind: LoadKind | str = LoadKind.ALL) -> Ints:
-        """`[L, E]`: tokens routed to each expert of each MoE layer, in steps of one kind."""
+        """`[L, E]`: tokens routed to each expert of each MoE layer, in steps of one kind.
+
+        Raises:
+            ConfigError: there is no such kind.
+        """
+        check_known("kind of steps", kind, list(map(str, LoadKind)))
         return self.window.of(LoadKind(kind))
 
     def rank_tokens(self, kind: LoadKind | str = LoadKind.ALL) -> Floats:

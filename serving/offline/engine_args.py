@@ -105,7 +105,10 @@ class EngineArgs:
     cudagraph_capture_sizes: Sequence[int] | None = None
     max_cudagraph_capture_size: int | None = None
     enforce_eager: bool = False
-    # The experts' load.
+    # The experts' load, and its balance.
+    enable_eplb: bool = False
+    eplb_config: Mapping[str, Any] | None = None
+    init_expert_location: str | Path | None = None
     expert_load_out: str | Path | None = None
     # Engines that have failed.
     max_engine_restarts: int | None = None

@@ -17,10 +17,10 @@ from checkpoints import with_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from model_runner import Checkpoint, model_class
+from model_runner import Checkpoint, ExpertParallel, model_class
 from model_runner.decoder.layers import Projection
 from model_runner.parallel.tensor_parallel import Shard
-from moe import FusedMoEModularKernel
+from moe import ExpertPlacement, FusedMoEModularKernel
 from moe.experts.reference import ReferenceExperts
 
 FP8 = torch.float8_e4m3fn
@@ -168,17 +168,19 @@ def exponents(scales: Tensor) -> Tensor:
 class HeldExperts(nn.Module):
     """A layer that only holds its experts."""
 
-    def __init__(self, all2all: Any, experts: nn.Module, shared: nn.Module | None) -> None:
+    def __init__(self, all2all: Any, experts: nn.Module, shared: nn.Module | None, **others: Any) -> None:
         super().__init__()
         self.experts, self.shared = experts, shared
 
 
-def load_share(checkpoint: Checkpoint, shard: Shard, experts: range) -> Any:
-    """A rank's model, of which nothing is run."""
+def load_share(checkpoint: Checkpoint, shard: Shard, experts: range, placement: ExpertPlacement | None = None) -> Any:
+    """A rank's model, of which nothing is run; its slots are `experts`."""
     kind = model_class(checkpoint.architecture)
     config = kind.read_config(checkpoint.config, checkpoint.generation_config())
-    all2all = SimpleNamespace(experts=experts, traits=SimpleNamespace(other_ranks=True))
-    parallel: Any = SimpleNamespace(all2all=all2all, experts="grouped", tensor=None, shard=shard, fp8_block=None)
+    traits = SimpleNamespace(other_ranks=True)
+    all2all: Any = SimpleNamespace(experts=experts, num_experts=config.num_experts, traits=traits)
+    tensor: Any = SimpleNamespace(shard=shard)
+    parallel = ExpertParallel(all2all, "grouped", tensor, placement=placement)
     with mock.patch("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", HeldExperts):
         return kind.load(config, checkpoint, parallel)
 

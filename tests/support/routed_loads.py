@@ -1,7 +1,7 @@
 """Loads of experts, of a router over this repository's source text.
 
-`PYTHONPATH=. python tests/support/routed_loads.py` writes the files in `examples/expert_loads`, 32 steps of 2,048 tokens.
-They were written once: the source text changes.
+`PYTHONPATH=. python tests/support/routed_loads.py` writes the files in `examples/expert_loads`: 32 steps of 2,048
+tokens. They were written once: the source text changes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,17 +15,14 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-_FLOATS = (torch.float32, torch.bfloat16)
-
-
-def runs_in_c(x: Tensor, *others: Tensor, dtypes: Sequence[torch.dtype] = _FLOATS) -> bool:
+def runs_in_c(x: Tensor, *others: Tensor) -> bool:
     """Whether a kernel in C may compute with these tensors in place of torch's operators.
 
-    They must be on the CPU, and of one of the dtypes. Torch computes if a gradient is wanted, if
+    They must be on the CPU, of one dtype, float32 or bfloat16. Torch computes if a gradient is wanted, if
     `torch.compile` traces, or if a `TorchDispatchMode` is active, which wants to see every operator.
     """
     dtype, wants_gradients = x.dtype, torch.is_grad_enabled()
-    if dtype not in dtypes or why_not_c() is not None:
+    if not (dtype is torch.bfloat16 or dtype is torch.float32) or why_not_c() is not None:
         return False
     own_modes = 0 if this_thread.recording is None else 1
     if torch._C._len_torch_dispatch_stack() > own_modes or torch.compiler.is_compiling():
@@ -36,3 +31,10 @@ def runs_in_c(x: Tensor, *others: Tensor, dtypes: Sequence[torch.dtype] = _FLOAT
         if not each.is_cpu or each.dtype is not dtype or (wants_gradients and each.requires_grad):
             return False
     return True
+
+
+def calls_c() -> bool:
+    """Whether a kernel in C may compute in place of torch's operators, with integers on the CPU; see `runs_in_c`."""
+    own_modes = 0 if this_thread.recording is None else 1  # not by a call: `runs_in_c` is called ten times per layer
+    watched = torch._C._len_torch_dispatch_stack() > own_modes or torch.compiler.is_compiling()
+    return not watched and why_not_c() is None

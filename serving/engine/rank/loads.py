@@ -66,18 +66,17 @@ class LoadReporter:
             now: of all steps so far; waits for them.
         """
         if self._copying is not None and (now or self._copying[1].done()):
-            yield from self._since(*self._copying)
-            self._copying = None
+            (steps, copy), self._copying = self._copying, None
+            yield self._since(steps, copy)
         if now and self._steps:
-            yield from self._since(self._steps, self._copy())
-            self._steps = 0
+            steps, self._steps = self._steps, 0
+            yield self._since(steps, self._copy())
 
     def total(self) -> Ints:
         """All counts so far; waits for the steps that run."""
         return np.asarray(self._copy().wait().numpy())
 
-    def _since(self, steps: int, copy: HostCopy) -> Iterator[LoadNews]:
+    def _since(self, steps: int, copy: HostCopy) -> LoadNews:
         counts = np.asarray(copy.wait().numpy())
-        new, self._told = counts - self._told, counts
-        if new.any():
-            yield LoadNews(steps, new)
+        before, self._told = self._told, counts
+        return LoadNews(steps, counts - before)

@@ -251,8 +251,8 @@ def test_a_rank_reads_its_own_experts_only(sharded: Path, monkeypatch: pytest.Mo
     checkpoint = Checkpoint(sharded, progress=lambda done, total: told.append((done, total)))
     kind = model_class(checkpoint.architecture)
     config = kind.read_config(checkpoint.config, checkpoint.generation_config())
-    transport: Any = SimpleNamespace(experts=range(6, 8), group=None, traits=None)
-    monkeypatch.setattr("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", lambda *_: torch.nn.Identity())
+    transport: Any = SimpleNamespace(experts=range(6, 8), num_experts=8, group=None, traits=None)
+    monkeypatch.setattr("model_runner.decoder.sparse_mlp.FusedMoEModularKernel", lambda *_, **__: torch.nn.Identity())
     with Reads(monkeypatch) as reads:
         kind.load(config, checkpoint, ExpertParallel(transport))
     experts = [name for name in checkpoint.names if ".experts." in name]

@@ -31,6 +31,8 @@ def test_balance_is_of_the_placement_and_the_kind() -> None:
     assert balance.balancedness().tolist() == [pytest.approx(20 / 30)]
     assert balance.balancedness("decode").tolist() == [0.5]
     assert balance.tokens(LoadKind.PREFILL).tolist() == [[30, 0]]
+    with pytest.raises(ConfigError, match="unknown kind of steps 'prefil'; did you mean 'prefill'"):
+        balance.tokens("prefil")
     book.placement = ExpertPlacement(np.array([[0, 1, 0, 1]]), 2, 2)
     assert book.balance().balancedness().tolist() == [1.0]
     assert LoadBook(ExpertPlacement.default(1, 2, 1)).balance().rank_tokens().shape == (1, 1)

@@ -229,6 +229,8 @@ def test_a_trend_has_an_interval() -> None:
         ([200, 230, 200, 230, 200, 230], [9] * 6, ()),
         ([200] * 6, [9, 10, 11, 12, 13, 14], ("threads",)),
         ([200] * 6, [9, 9, 9, 9, 9, 10], ()),
+        ([200] * 20, [7] * 6 + [8] * 14, ()),  # a pool started one more
+        ([200] * 20, [7] * 6 + [8] * 7 + [9] * 7, ("threads",)),
     ],
 )
 def test_what_grows_is_a_fault(resident: list[int], threads: list[int], grown: tuple[str, ...]) -> None:

@@ -81,6 +81,7 @@ def faults_of_series(series: Sequence[Footprint]) -> list[str]:
         values = [float(getattr(each, name)) for each in series]
         line = trend(values)
         limit = noise * values[0] if name == "resident" and values else noise
-        if line is not None and line.low > 0 and line.growth > limit:
+        # A line through one step is steeper than the step.
+        if line is not None and line.low > 0 and min(line.growth, max(values) - values[0]) > limit:
             faults.append(f"{name} of the API process grew from {values[0]:.0f} to {values[-1]:.0f}")
     return faults
