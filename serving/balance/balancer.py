@@ -21,7 +21,7 @@ from enum import StrEnum
 import numpy as np
 
 from moe import ExpertPlacement
-from moe.balance import PARTS, Decision, EplbConfig, Floats, MoveCosts, Verdict, decide, has_fallen, with_layers
+from moe.balance import PARTS, Decision, EplbConfig, Floats, Ints, MoveCosts, Verdict, decide, has_fallen, with_layers
 from serving.balance.load_book import LoadBook
 from serving.logs import log_event
 
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 _LINK_BYTES_PER_S = 1e9
 """Assumed of a link that is not emulated."""
 _NEWEST = 3
-"""Parts of the window in which balancedness must have fallen, and that are then planned for: earlier loads were others."""
+"""Parts of the window, the newest ones, in which balancedness must have fallen for an early plan."""
 _STEP_S = 0.1
 """Assumed of a step before one was measured."""
 
@@ -114,22 +114,24 @@ class Balancer:
             self._log()
         if self._under_way or self._planning is not None:
             return
+        parts = self._book.windows.history()[-PARTS:]
         if self._steps >= self._config.step_interval:
-            self._plan(MoveReason.INTERVAL)
-        elif self._config.balancedness_fall and self._steps >= self._config.window_size and self._has_fallen():
-            self._plan(MoveReason.FALLEN)
+            self._steps = 0
+            self._plan(parts, MoveReason.INTERVAL)
+        elif self._config.balancedness_fall and self._steps >= self._config.window_size:
+            fallen = self._fallen(parts)
+            if len(fallen) >= _NEWEST:
+                self._plan(fallen, MoveReason.FALLEN)
 
-    def _has_fallen(self) -> bool:
-        newest, placement = self._book.windows.history()[-_NEWEST:], self._book.placement
-        if len(newest) < _NEWEST:
-            return False
+    def _fallen(self, parts: Ints) -> Ints:
+        """The newest of a window's parts, from which on balancedness has fallen. What was before is of other loads."""
+        placement, fall = self._book.placement, self._config.balancedness_fall
         expected = np.broadcast_to(self._expected, placement.num_layers)
-        return all(has_fallen(part, placement, expected, fall=self._config.balancedness_fall) for part in newest)
+        fallen = [has_fallen(part, placement, expected, fall=fall) for part in parts]
+        return parts[len(parts) - next((count for count, each in enumerate(fallen[::-1]) if not each), len(parts)) :]
 
-    def _plan(self, reason: MoveReason) -> None:
-        self._steps = 0
-        parts = _NEWEST if reason is MoveReason.FALLEN else PARTS
-        windows, placement = self._book.windows.history()[-parts:], self._book.placement
+    def _plan(self, windows: Ints, reason: MoveReason) -> None:
+        placement = self._book.placement
         if not len(windows):
             return
         costs = MoveCosts(
@@ -147,15 +149,18 @@ class Balancer:
                 self.failed[UNPLANNED] += 1
             else:
                 if self._book.placement is placement and not self._under_way:  # else engines were started again
-                    self._decided(decision, reason)
+                    self._decided(decision, reason, final=len(windows) >= PARTS or reason is not MoveReason.FALLEN)
             finally:
                 self._planning = None
 
         self._planning = asyncio.create_task(plan())
 
-    def _decided(self, decision: Decision, reason: MoveReason) -> None:
+    def _decided(self, decision: Decision, reason: MoveReason, *, final: bool) -> None:
+        """Move, or stay; after a fall there is another plan with the next part, until the decision is final."""
         move = decision.verdict is Verdict.MOVE
-        self._expected = decision.after if move else decision.before
+        if not move and not final:
+            return
+        self._expected, self._steps = decision.after if move else decision.before, 0
         log_event(
             _logger,
             "experts change places" if move else "experts stay",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moe.placement import ExpertPlacement, Floats
+from moe import ExpertPlacement
+from moe.balance import Floats
 
 
 def zipf_loads(layers: int, experts: int, exponent: npt.ArrayLike, seed: int = 0) -> Floats:

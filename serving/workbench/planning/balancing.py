@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from moe import ExpertPlacement
 from moe.balance import plan_placement
-from moe.placement import ExpertPlacement
 from serving.workbench.arms.skew import layer_skews, zipf_loads
 from serving.workbench.planning.constants import PublishedBalance, load_constants
 from serving.workbench.planning.costs import LayerCosts

@@ -14,8 +14,8 @@ from statistics import fmean
 
 import numpy as np
 
-from moe.balance import PARTS, plan_placement
-from moe.placement import ExpertPlacement, Floats
+from moe import ExpertPlacement
+from moe.balance import PARTS, Floats, plan_placement
 from serving.workbench.arms.skew import layer_skews, zipf_loads
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.costs import LayerCosts

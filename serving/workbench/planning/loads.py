@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moe import ExpertPlacement
 from moe.balance import read_loads
-from moe.placement import ExpertPlacement
 from serving.workbench.arms.skew import layer_skews
 from serving.workbench.planning.shapes import ModelShape
 from ubatch.errors import ConfigError

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe.placement import ExpertPlacement, Floats
+from moe import ExpertPlacement
+from moe.balance import Floats
 
 
 def published_placement(loads: Floats, slots: int, ranks: int, nodes: int = 1, groups: int = 1) -> ExpertPlacement:

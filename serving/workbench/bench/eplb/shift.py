@@ -18,9 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe.balance import EplbConfig, Floats, plan_placement
-from moe.balance.loads import part_steps
-from moe.placement import ExpertPlacement
+from moe import ExpertPlacement
+from moe.balance import EplbConfig, Floats, part_steps, plan_placement
 from serving.balance.balancer import Balancer
 from serving.balance.load_book import LoadBook
 from serving.workbench.bench.eplb.skewed import SkewedModels, loads_of, placement_of, set_biases

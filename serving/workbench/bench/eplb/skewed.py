@@ -23,11 +23,8 @@ from torch import Tensor, nn
 
 from model_runner import ModelRunner
 from model_runner.balance import MoveNews
-from model_runner.decoder.sparse_mlp import SparseMLP
-from moe import EmulatedLink
-from moe.balance import EplbConfig, plan_placement
-from moe.placement import ExpertPlacement, Floats, Ints
-from moe.router import Router
+from moe import EmulatedLink, ExpertPlacement, FusedMoEModularKernel, Router
+from moe.balance import EplbConfig, Floats, Ints, plan_placement
 from serving.workbench.bench.step_setting import StepOptions, StepSetting, prefill_batch
 from ubatch import CommGroup, UBatchConfig, UBatchError
 from ubatch.schedules import SERIAL
@@ -208,9 +205,9 @@ def on_next_ranks(placement: ExpertPlacement) -> ExpertPlacement:
     return replace(placement, experts=np.roll(placement.experts, each, axis=1))
 
 
-def sparse_layers(runner: ModelRunner) -> list[SparseMLP]:
-    """The model's MoE layers, in order."""
-    return [module for module in runner.model.modules() if isinstance(module, SparseMLP)]
+def sparse_layers(runner: ModelRunner) -> list[Any]:
+    """The model's MoE layers (`model_runner.decoder`'s `SparseMLP`), in order."""
+    return [each for each in runner.model.modules() if isinstance(getattr(each, "kernel", None), FusedMoEModularKernel)]
 
 
 def set_biases(runner: ModelRunner, biases: Tensor) -> None:
