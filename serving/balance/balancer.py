@@ -197,14 +197,16 @@ class Balancer:
         """Engines have failed; those that are started again have their first placement."""
         if self._under_way:
             self.failed[INTERRUPTED] += 1
-        self._under_way, self._wanted = False, None
+        self.close()  # there is nobody to obey the plan
+        self._under_way, self._wanted, self._planning = False, None, None
 
     def restarted(self) -> None:
         """Engines were started again: bring them back to the placement in force."""
         self._seen = 0.0
-        before = self._lost = self._lost or self._book.placement
+        before = self._lost or self._book.placement
         self._book.placement = self._first
         layers = np.flatnonzero((before.experts != self._first.experts).any(axis=1)).tolist()
+        self._lost = before if layers else None
         if layers:
             self.begin(before, layers, MoveReason.RESTORED)
 

@@ -134,6 +134,46 @@ def test_failures_are_counted_and_the_placement_stays() -> None:
     asyncio.run(scenario())
 
 
+def test_a_plan_of_engines_that_have_failed_is_dropped() -> None:
+    """It is ready while there are no engines: an order would go nowhere, and none would follow."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.count(98, SKEWED)
+        counts = np.array([[SKEWED, SKEWED], np.zeros((2, EXPERTS), dtype=int)])
+        bench.book.add(0, 2, counts)
+        bench.balancer.counted(0, 2)
+        planning = bench.balancer._planning
+        assert planning is not None
+        bench.balancer.interrupted()
+        await asyncio.wait([planning])
+        bench.balancer.restarted()
+        assert not bench.balancer.moving
+        assert not bench.orders
+        await bench.count(100, SKEWED)
+        assert bench.balancer.moving
+
+    asyncio.run(scenario())
+
+
+def test_engines_that_fail_again_come_back_to_where_they_were() -> None:
+    """They had nothing to come back to the first time; then layers were switched."""
+
+    async def scenario() -> None:
+        bench = Bench()
+        bench.balancer.interrupted()
+        bench.balancer.restarted()
+        assert not bench.orders
+        await bench.count(100, SKEWED)
+        bench.balancer.moved(bench.orders[-1][0], [0], 10, "", over=False)
+        partly = bench.book.placement
+        bench.balancer.interrupted()
+        bench.balancer.restarted()
+        assert bench.orders[-1][1:] == (partly, [0])
+
+    asyncio.run(scenario())
+
+
 def test_an_error_of_the_planner_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
