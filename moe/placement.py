@@ -248,14 +248,12 @@ class ExpertPlacement:
         counts = self.replicas[layer]
         rows = min(MOST_ROWS, math.lcm(*set(counts.tolist())))
         table = np.full((rows, self.num_experts + 1), -1)
-        own = range(rank * self.slots_per_rank, (rank + 1) * self.slots_per_rank)
         by_expert = np.argsort(self.experts[layer], kind="stable")[self.num_slots - counts.sum() :]
-        ends = counts.cumsum()
-        turns = np.arange(rows)
-        for expert, slots in enumerate(np.split(by_expert, ends[:-1])):
-            here = np.flatnonzero((slots >= own.start) & (slots < own.stop))
-            first = here[0] if len(here) else rank % len(slots)
-            table[:, expert] = slots[(first + turns) % len(slots)]
+        starts = counts.cumsum() - counts
+        here = by_expert // self.slots_per_rank == rank
+        own = np.minimum.reduceat(np.where(here, np.arange(len(here)), self.num_slots), starts) - starts
+        first = np.where(own < counts, own, rank % counts)
+        table[:, :-1] = by_expert[starts + (first + np.arange(rows)[:, None]) % counts]
         return table
 
     @cached_property

@@ -31,8 +31,12 @@ def streams_of(before: ExpertPlacement, after: ExpertPlacement, layer: int) -> l
     old, new = (placement.experts[layer].reshape(ranks, each) for placement in (before, after))
     streams: list[list[Stream]] = [[[] for _ in range(ranks)] for _ in range(ranks)]
     sends = [0] * ranks
+    of_expert: dict[int, dict[int, int]] = {}  # rank -> its first slot with the expert
+    for rank, row in enumerate(old.tolist()):
+        for place, expert in enumerate(row):
+            of_expert.setdefault(expert, {}).setdefault(rank, place)
     for receiver, slot in np.argwhere(old != new).tolist():
-        holders = {int(rank): int(place) for rank, place in np.argwhere(old == new[receiver, slot])[::-1]}
+        holders = of_expert[int(new[receiver, slot])]
         sender = receiver
         if receiver not in holders:
             sender = min(holders, key=lambda rank: (sends[rank], (rank - receiver) % ranks))
