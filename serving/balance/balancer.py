@@ -103,10 +103,10 @@ class Balancer:
         if rank:  # all ranks step together
             return
         self._steps, self._all_steps = self._steps + steps, self._all_steps + steps
-        now = time.monotonic()
-        if self._seen and steps:
+        now, whole = time.monotonic(), steps >= self._book.windows.part_steps
+        if self._seen and whole:
             self._step_s = (now - self._seen) / steps
-        self._seen = now
+        self._seen = now if whole else 0.0  # ranks tell fewer steps before they pause
         if (
             self._config.log_balancedness
             and self._all_steps - self._logged_at >= self._config.log_balancedness_interval

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from moe import ExpertPlacement
-from moe.balance import EplbConfig
+from moe.balance import Decision, EplbConfig
 from serving.balance import Balancer, LoadBook, balancer
 from serving.engine_metrics import show_moves
 
@@ -132,6 +132,30 @@ def test_failures_are_counted_and_the_placement_stays() -> None:
         assert bench.book.placement == partly
 
     asyncio.run(scenario())
+
+
+def test_a_pause_is_no_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move is weighed by what steps take, not by how long ranks had nothing to do."""
+    now, planned = [100.0], []
+
+    def watch(*_: Any, **__: Any) -> Decision:
+        planned.append(_[2].step_s)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(balancer, "decide", watch)
+    monkeypatch.setattr(balancer.time, "monotonic", lambda: now[0])
+    counts = np.array([[SKEWED, SKEWED], np.zeros((2, EXPERTS), dtype=int)])
+
+    async def scenario() -> None:
+        bench = Bench()
+        for steps, seconds in [(2, 0.04)] * 48 + [(1, 0.02), (1, 3600.0), (2, 3600.0)]:
+            now[0] += seconds
+            bench.book.add(0, steps, counts)
+            bench.balancer.counted(0, steps)
+        await asyncio.wait([bench.balancer._planning] if bench.balancer._planning else [])
+
+    asyncio.run(scenario())
+    assert planned == [pytest.approx(0.02)]
 
 
 def test_a_plan_of_engines_that_have_failed_is_dropped() -> None:
