@@ -361,7 +361,7 @@ class EngineClient:
     def _open_loads(self) -> None:
         """Begin a book of the experts' load; engines that were started again go on with it."""
         first, options = self._runs.run.ready[0], self.options
-        placement = first.placement(options.expert_ranks)
+        placement = first.placement(options.step_size)
         if self.loads is None and placement is not None:
             self.loads = LoadBook(placement, options.expert_load_out, options.eplb_config.window_size)
             if self.loads.file is not None:

@@ -107,13 +107,8 @@ class EngineOptions(ModelSettings):
         return f"rank {rank} (DP {self.dp_rank(rank)}, TP {self.tp_rank(rank)})"
 
     @property
-    def expert_ranks(self) -> int:
-        """How many processes share the experts."""
-        return self.world_size if self.enable_expert_parallel else 1
-
-    @property
     def step_size(self) -> int:
-        """How many processes step together: all if they share experts, otherwise those of a data-parallel rank."""
+        """How many processes step together, and share the experts: all, or those of a data-parallel rank."""
         return self.world_size if self.enable_expert_parallel else self.tensor_parallel_size
 
     def together(self, rank: int) -> range:

@@ -15,6 +15,7 @@ from engine_mains import run_recounting_engine, tiny, tokens_of, wait_for
 from engine_served import LONG, PARAMS, PROMPTS, Served
 from repository import TINY_MOE
 
+from moe import ExpertPlacement
 from moe.balance import Ints, LoadKind, read_loads
 from serving import LLM
 from serving import SamplingParams as UserParams
@@ -113,3 +114,12 @@ def test_an_llm_has_it_too(options: dict[str, Any], tmp_path: Path) -> None:
     assert balance.tokens(LoadKind.DECODE).sum(axis=1).tolist() == [TOP_K * 6 * len(PROMPTS)] * LAYERS
     assert balance.balancedness().shape == (LAYERS,)
     np.testing.assert_array_equal(read_loads(path).sum(axis=0), balance.tokens())
+
+
+def test_ranks_of_tensor_parallelism_share_the_experts() -> None:
+    """Also without `enable_expert_parallel`. If they do not divide, that is no placement on one rank."""
+    served = Served(tiny(1, tensor_parallel_size=2))
+    try:
+        assert balance_of(served).placement == ExpertPlacement.default(LAYERS, EXPERTS, 2)
+    finally:
+        served.close()
