@@ -44,9 +44,10 @@ class ExpertMap:
         self.turns = torch.ones(1, dtype=torch.int64, device=device)
         self.replace(table)
 
-    def replace(self, table: Ints) -> None:
-        """Change the table in place, in the order of the current stream."""
-        new = torch.from_numpy(table).to(self.table)
+    def replace(self, table: Ints | Tensor) -> None:
+        """Change the table in place, in the order of the current stream; a table that lies on the device already, as
+        int32, is not waited for."""
+        new = torch.as_tensor(table).to(self.table)
         self.table[: len(table)].copy_(new)
         self.turns.fill_(len(table))
 

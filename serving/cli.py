@@ -71,6 +71,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         f"{_WORKBENCH}.planning.simulate",
         "predict the best schedule for a machine that is not at hand, or check predictions",
     ),
+    "eplb": (
+        f"{_WORKBENCH}.planning.eplb",
+        "plan a placement of experts for recorded loads; what it gains, and what it moves",
+    ),
     "trace": (f"{_WORKBENCH}.tracing.trace", "record a server's or a run's steps: timeline, summary, diagnosis"),
     "tune": (
         f"{_WORKBENCH}.tuning.tune",

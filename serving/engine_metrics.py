@@ -1,5 +1,5 @@
-"""Metrics of the engines together, read at the scrape: their KV caches, how often they were started again, and how
-evenly they share the experts' load."""
+"""Metrics of the engines together, read at the scrape: their KV caches, how often they were started again, how evenly
+they share the load of the experts, and how experts move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from moe.balance import LoadKind
-from serving.balance import ExpertBalance
+from serving.balance import Balancer, ExpertBalance
 from serving.metrics import Family
 
 CACHE_SETTINGS = {
@@ -123,6 +123,40 @@ def show_balance(registry: CollectorRegistry, model_name: str, balance: Callable
                 tokens.add_metric([model_name, kind, str(rank)], count)
         steps.add_metric([model_name], found.window.steps)
         yield from (evenness, tokens, steps)
+
+    registry.register(_Read(read))
+
+
+def show_moves(registry: CollectorRegistry, model_name: str, balancer: Balancer) -> None:
+    """Put the metrics of experts that move between ranks into a registry.
+
+    Args:
+        model_name: the label that every metric has.
+    """
+
+    def read() -> Iterator[Family]:
+        begun = CounterMetricFamily(
+            "ubatch:eplb_rearrangements", "Times that experts began to move, by why.", labels=["model_name", "reason"]
+        )
+        failed = CounterMetricFamily(
+            "ubatch:eplb_moves_failed",
+            "Times that moves were given up, or could not be planned, by why; the experts stay where they are.",
+            labels=["model_name", "reason"],
+        )
+        for family, counts in ((begun, balancer.rearrangements), (failed, balancer.failed)):
+            for reason, count in counts.items():
+                family.add_metric([model_name, reason], count)
+        layers = CounterMetricFamily(
+            "ubatch:eplb_layers_moved", "MoE layers that were switched, each time counted.", labels=["model_name"]
+        )
+        layers.add_metric([model_name], balancer.layers_moved)
+        moved = CounterMetricFamily(
+            "ubatch:eplb_bytes_moved", "Bytes of weights that ranks have sent each other.", labels=["model_name"]
+        )
+        moved.add_metric([model_name], balancer.bytes_moved)
+        moving = GaugeMetricFamily("ubatch:eplb_moving", "1 while experts move.", labels=["model_name"])
+        moving.add_metric([model_name], balancer.moving)
+        yield from (begun, failed, layers, moved, moving)
 
     registry.register(_Read(read))
 

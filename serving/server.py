@@ -43,7 +43,7 @@ from serving.engine.client import EngineClient
 from serving.engine.launch import EngineMain
 from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
-from serving.engine_metrics import show_balance, show_cache, show_restarts
+from serving.engine_metrics import show_balance, show_cache, show_moves, show_restarts
 from serving.generation_config import request_defaults
 from serving.logs import log_event
 from serving.metrics import make_registry
@@ -193,6 +193,8 @@ class _Serve:
             show_cache(registry, cache, lambda: client.info.num_kv_blocks)
             show_restarts(registry, self.names[0], client)
             show_balance(registry, self.names[0], lambda: client.balance)
+            if client.balancer is not None:
+                show_moves(registry, self.names[0], client.balancer)
             self._around = partial(self._around, count=HttpMetrics(registry).count)
             service = Service(
                 client,

@@ -49,6 +49,8 @@ _STATES = 16
 """A vote carries `number * _STATES + state`."""
 _SUM_BYTES = ALIGNMENT
 _MIXES = 6_364_136_223_846_793_005
+_GPU_STEPS = 4
+"""Steps of a round on a GPU: its copies to and from the host end in later ones."""
 _AWAY_S = 1.0
 """Between two steps at most this counts towards the time-out: ranks may have paused."""
 
@@ -99,7 +101,7 @@ class _Layer:
     Attributes:
         work: goes on with the exchange; yields where something has to be waited for, and once in every round.
         arriving: this rank's slots that change, in the order in which they lie in staging.
-        table: this rank's next dispatch table.
+        table: this rank's next dispatch table, int32 on the device.
         num_bytes: between all ranks.
         rounds: those that have arrived.
         staged: whether all has arrived, and is right.
@@ -107,7 +109,7 @@ class _Layer:
 
     number: int
     arriving: list[int]
-    table: Ints
+    table: Tensor
     num_bytes: int
     work: Iterator[None] = field(init=False)
     rounds: int = 0
@@ -152,7 +154,7 @@ class Mover:
         timeout_s: float = 60.0,
     ) -> None:
         self.placement = placement
-        self._rank = group.rank
+        self._rank, self._device = group.rank, device
         self._budget, self._checksums, self._timeout_s = bytes_per_step, checksums, timeout_s
         self._slots = SlotStore([_experts_of(kernel) for kernel in kernels])
         if group.least(self._slots.layout) != -group.least(-self._slots.layout):
@@ -175,8 +177,9 @@ class Mover:
         if device.type != "cpu":
             self._away, self._home = (torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
         self._weights = 2 * torch.arange(-(-room // ALIGNMENT), dtype=torch.int64, device=device) + 1
+        self._products = torch.empty_like(self._weights)
         self.expert_bytes = max(self._slots.slot_bytes)
-        self.staging_bytes = most + 2 * room
+        self.staging_bytes = most + 4 * room
         self._sums = torch.zeros(2, group.size, dtype=torch.int64, device=device)  # of what is sent, and received
         self._wrong = torch.zeros(1, dtype=torch.bool, device=device)
         self._wrong_home = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
@@ -301,7 +304,13 @@ class Mover:
         totals = np.array([[len(stream) * each for stream in row] for row in streams])
         arriving = [slot for row in streams for _, slot in row[self._rank]]
         num_bytes = int(totals.sum() - totals.trace())
-        layer = _Layer(number, arriving, order.placement.dispatch_table(number, self._rank), num_bytes)
+        table = torch.from_numpy(order.placement.dispatch_table(number, self._rank)).int()
+        with self._beside():
+            self._switched.wait(self._side)  # what is gathered is the placement in force, and staging is free
+            layer = _Layer(number, arriving, table.to(self._device), num_bytes)
+            self._sums.zero_()
+            self._wrong.zero_()
+            self._landed.record(self._side)
         layer.work = self._exchange(layer, streams, totals)
         self._rounds = -1
         return layer
@@ -311,10 +320,6 @@ class Mover:
         own = self._rank
         leaving, coming = streams[own], [row[own] for row in streams]
         first = [sum(map(len, coming[:rank])) for rank in range(len(coming))]  # of each sender, in staging
-        with self._beside():
-            self._switched.wait(self._side)
-            self._sums.zero_()
-            self._wrong.zero_()
         for starts, sizes in rounds_of(totals, self._budget):
             with self._beside():
                 self._gather(layer.number, leaving, starts[own], sizes[own])
@@ -377,7 +382,8 @@ class Mover:
         """Add a piece to a checksum: changes with every word of it, and with their order."""
         if self._checksums:
             words = piece.view(torch.int64)
-            total.mul_(_MIXES).add_((words * self._weights[: len(words)]).sum())
+            products = torch.mul(words, self._weights[: len(words)], out=self._products[: len(words)])
+            total.mul_(_MIXES).add_(products.sum())
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -452,7 +458,7 @@ def make_mover(
         device,
         link=link,
         streams=streams,
-        bytes_per_step=config.bytes_per_step(int(-group.least(-total))),
+        bytes_per_step=config.bytes_per_step(int(-group.least(-total)), 1 if device.type == "cpu" else _GPU_STEPS),
         checksums=config.move_checksums,
         timeout_s=group.timeout_s,
     )

@@ -12,7 +12,7 @@ config       the user's settings
 """
 
 from moe.balance.config import EplbConfig
-from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen, with_layers
+from moe.balance.decision import Decision, MoveCosts, Verdict, decide, has_fallen, mean_balancedness, with_layers
 from moe.balance.load_files import LOAD_SUFFIXES, check_load_suffix, read_loads, write_loads
 from moe.balance.loads import PARTS, WINDOW_SIZE, LoadKind, LoadWindows, WindowLoads, part_steps
 from moe.balance.movement import arrivals
@@ -37,6 +37,7 @@ __all__ = [
     "decide",
     "has_fallen",
     "is_hierarchical",
+    "mean_balancedness",
     "part_steps",
     "plan_placement",
     "read_loads",

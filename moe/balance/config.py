@@ -75,15 +75,16 @@ class EplbConfig:
                 "hang, so weights move over the host. Use 'torch_gloo', or leave it out."
             )
 
-    def bytes_per_step(self, total: int) -> int:
-        """Most bytes that a rank sends in a step.
+    def bytes_per_step(self, total: int, steps: int = 1) -> int:
+        """Most bytes that a rank sends at once.
 
         Args:
             total: bytes of all of a rank's experts.
+            steps: steps from one time to the next.
         """
         if self.move_bytes_per_step is not None:
             return self.move_bytes_per_step
-        return max(_LEAST_BYTES, -(-2 * total // self.step_interval))
+        return max(_LEAST_BYTES, -(-2 * steps * total // self.step_interval))
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EplbConfig:

@@ -63,9 +63,9 @@ class Decision:
         verdict: whether to move, and why not.
         placement: the one to move to; the one in force if `verdict` is not MOVE.
         layers: the MoE layers that change, those that gain most per byte first.
-        before: `[L]`: balancedness of the placement in force.
-        after: `[L]`: balancedness of `placement`, as expected. Both of loads that it was not planned for, if there was
-            more than one window.
+        before: `[L]`: `mean_balancedness` of the placement in force.
+        after: `[L]`: that of `placement`, as expected. Both are of loads that it was not planned for, if there was more
+            than one window.
         moved_experts: experts that travel to another rank, over all layers.
         saved_s: expected to be saved per step, seconds.
         move_s: the move at the link's full rate, seconds.
@@ -106,8 +106,7 @@ def decide(
     planned = plan_placement(tokens, in_force, nodes=nodes, groups=groups)
     tried = plan_placement(earlier, in_force, nodes=nodes, groups=groups) if earlier.any() else planned
     now, then = (each.rank_loads(later).max(axis=2) for each in (in_force, tried))  # [W, L]
-    mean = in_force.rank_loads(later).mean(axis=2)
-    before, after = (_ratio(mean.sum(axis=0), busiest.sum(axis=0)) for busiest in (now, then))
+    before, after = (mean_balancedness(each, later) for each in (in_force, tried))
     if not now.any():
         return Decision(Verdict.NO_TOKENS, in_force, (), before, before, 0, 0.0, 0.0)
     # The busiest rank of each layer takes its part of the step, and takes as much less time as it has fewer tokens.
@@ -133,6 +132,13 @@ def decide(
         saved_s=float(saved[chosen].sum()),
         move_s=float(takes[chosen].sum()),
     )
+
+
+def mean_balancedness(placement: ExpertPlacement, windows: npt.NDArray[np.generic]) -> Floats:
+    """`[L]`: mean / max over ranks, of `[W, L, E]` windows together: tokens of a mean rank over those of the busiest
+    one, both summed over windows."""
+    ranks = placement.rank_loads(windows)
+    return _ratio(ranks.mean(axis=2).sum(axis=0), ranks.max(axis=2).sum(axis=0))
 
 
 def _ratio(one: Floats, other: Floats) -> Floats:

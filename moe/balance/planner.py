@@ -24,10 +24,10 @@ from moe.balance.swaps import change_replicas, swap
 from moe.placement import IDLE, ExpertPlacement, Floats, Ints
 from ubatch import ConfigError
 
-_SWAPS_PER_RANK = 4
+_SWAPS_PER_RANK = 2
 """The most swaps of a layer, per rank."""
-_AS_GOOD = 1.005
-"""The busiest rank's tokens over those of a layer packed anew, up to which the layer is mended instead."""
+_MENDABLE, _AS_GOOD = 1.5, 1.005
+"""The busiest rank's tokens over those of a layer packed anew, up to which mending is tried, and is kept."""
 _NODE_AS_GOOD = 1.02
 """The busiest node's tokens over those with groups packed anew, up to which groups stay on their nodes."""
 _ELSEWHERE = -2
@@ -79,18 +79,20 @@ def _sets(old: Ints, replicas: Ints, shares: Floats, room: Ints) -> Ints:
         shares: `[X, E, V]`: tokens of each of its replicas, in each window, and on average.
         room: `[X, R]`: experts that each rank holds.
     """
-    share, ranks = shares[..., -1], room.shape[1]
-    sets = pack(share, replicas, room, old.shape[2])
-    may = np.flatnonzero((old != _ELSEWHERE).all(axis=(1, 2)))
-    kept = change_replicas(old[may], share[may], replicas[may])
-    separate(kept, share[may])
-    swap(kept, shares[may], _SWAPS_PER_RANK * ranks)
-    good = _busiest(kept, shares[may]) <= _AS_GOOD * _busiest(sets[may], shares[may])
-    anew = np.ones(len(old), dtype=bool)
-    anew[may[good]] = False
-    packed = sets[anew]
-    swap(packed, shares[anew], _SWAPS_PER_RANK * ranks)
-    sets[anew], sets[may[good]] = packed, kept[good]
+    share, most = shares[..., -1], _SWAPS_PER_RANK * room.shape[1]
+    packed = pack(share, replicas, room, old.shape[2])
+    busiest = _busiest(packed, shares)
+    stay = np.flatnonzero((old != _ELSEWHERE).all(axis=(1, 2)))
+    kept = change_replicas(old[stay], share[stay], replicas[stay])
+    separate(kept, share[stay])
+    mend = _busiest(kept, shares[stay]) <= _MENDABLE * busiest[stay]
+    stay, sets = stay[mend], packed.copy()
+    sets[stay] = kept[mend]
+    swap(sets, shares, most)
+    worse = stay[_busiest(sets[stay], shares[stay]) > _AS_GOOD * busiest[stay]]
+    again = packed[worse]
+    swap(again, shares[worse], most)
+    sets[worse] = again
     return sets
 
 
@@ -158,8 +160,8 @@ def _experts_of_nodes(tokens: Floats, in_force: ExpertPlacement, nodes: int, gro
     each = np.full((layers, nodes), groups // nodes)
     chosen = pack(of_groups, np.ones_like(of_groups, dtype=np.int64), each, groups // nodes)
     held = np.zeros((layers, nodes, groups), dtype=bool)
-    group = np.where(in_force.experts == IDLE, in_force.experts[:, :1], in_force.experts) // size
-    np.put_along_axis(held, group.reshape(layers, nodes, -1), True, axis=2)
+    of_nodes = in_force.experts.reshape(layers, nodes, -1)
+    np.put_along_axis(held, np.where(of_nodes == IDLE, of_nodes[..., :1], of_nodes) // size, True, axis=2)
     whole = (held.sum(axis=2) == groups // nodes).all(axis=1)
     old = np.argsort(~held, axis=2, kind="stable")[..., : groups // nodes]
     busiest, now = (

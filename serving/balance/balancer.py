@@ -29,6 +29,8 @@ _logger = logging.getLogger(__name__)
 
 _LINK_BYTES_PER_S = 1e9
 """Assumed of a link that is not emulated."""
+_NEWEST = 3
+"""Parts of the window in which balancedness must have fallen, and that are then planned for: earlier loads were others."""
 _STEP_S = 0.1
 """Assumed of a step before one was measured."""
 
@@ -118,15 +120,16 @@ class Balancer:
             self._plan(MoveReason.FALLEN)
 
     def _has_fallen(self) -> bool:
-        window, placement = self._book.windows.window(), self._book.placement
-        if window.steps < self._config.window_size - self._book.windows.part_steps:
+        newest, placement = self._book.windows.history()[-_NEWEST:], self._book.placement
+        if len(newest) < _NEWEST:
             return False
         expected = np.broadcast_to(self._expected, placement.num_layers)
-        return has_fallen(window.of(), placement, expected, fall=self._config.balancedness_fall)
+        return all(has_fallen(part, placement, expected, fall=self._config.balancedness_fall) for part in newest)
 
     def _plan(self, reason: MoveReason) -> None:
         self._steps = 0
-        windows, placement = self._book.windows.history()[-PARTS:], self._book.placement
+        parts = _NEWEST if reason is MoveReason.FALLEN else PARTS
+        windows, placement = self._book.windows.history()[-parts:], self._book.placement
         if not len(windows):
             return
         costs = MoveCosts(
@@ -163,9 +166,10 @@ class Balancer:
             expected=round(float(decision.after.mean()), 3),
         )
         if move:
-            self._begin(decision.placement, decision.layers, reason)
+            self.begin(decision.placement, decision.layers, reason)
 
-    def _begin(self, placement: ExpertPlacement, layers: Sequence[int], reason: MoveReason) -> None:
+    def begin(self, placement: ExpertPlacement, layers: Sequence[int], reason: MoveReason) -> None:
+        """Send an order; none may be under way."""
         self._number += 1
         self._under_way, self._wanted = True, placement
         self.rearrangements[reason] += 1
@@ -197,7 +201,7 @@ class Balancer:
         self._book.placement = self._first
         layers = np.flatnonzero((before.experts != self._first.experts).any(axis=1)).tolist()
         if layers:
-            self._begin(before, layers, MoveReason.RESTORED)
+            self.begin(before, layers, MoveReason.RESTORED)
 
     def close(self) -> None:
         """Plan no more."""

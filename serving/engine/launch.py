@@ -31,6 +31,8 @@ _FILES, _FILES_PER_RANK = 24, 6
 """Most descriptors that the launching process was seen to need: for itself, and for each of its ranks; no clients."""
 _FILES_OF_RANK, _FILES_PER_PEER = 48, 8
 """The same of a rank that steps with others: for itself, and for each of them."""
+_FILES_PER_MOVER = 2
+"""And for each of them, if experts move."""
 
 
 def require_descriptors(options: EngineOptions) -> None:
@@ -41,7 +43,8 @@ def require_descriptors(options: EngineOptions) -> None:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     here = _FILES + _FILES_PER_RANK * options.local_size
-    engine = _FILES_OF_RANK + _FILES_PER_PEER * options.step_size if options.step_size > 1 else _FILES
+    per_peer = _FILES_PER_PEER + _FILES_PER_MOVER * options.enable_eplb
+    engine = _FILES_OF_RANK + per_peer * options.step_size if options.step_size > 1 else _FILES
     needed = max(here, engine)
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise ConfigError(

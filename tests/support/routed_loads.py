@@ -1,4 +1,8 @@
-"""Loads of experts: of a router over this repository's source text, and made-up ones that are skewed or adverse."""
+"""Loads of experts, of a router over this repository's source text.
+
+`PYTHONPATH=. python tests/support/routed_loads.py` writes the files in `examples/expert_loads`: 32 steps of 2,048
+tokens. They were written once: the source text changes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from repository import ROOT, TINY_MOE
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
+from moe.balance import write_loads
 from moe.placement import Floats
 
 
@@ -53,13 +58,7 @@ def _source_tokens(windows: int, tokens: int) -> Iterator[torch.Tensor]:
                 return
 
 
-def zipf(windows: int, layers: int, experts: int, exponent: float, *, drift: float = 0.05, seed: int = 0) -> Floats:
-    """Loads of Zipf's law, whose experts are other ones in each layer; popularity drifts from window to window."""
-    chance = np.random.default_rng(seed)
-    popularity = chance.permuted(np.tile(np.arange(1, experts + 1.0) ** -exponent, (layers, 1)), axis=1)
-    loads = []
-    for _ in range(windows):
-        popularity *= chance.lognormal(0.0, drift, popularity.shape)
-        popularity /= popularity.sum(axis=1, keepdims=True)
-        loads.append(chance.multinomial(100_000, popularity))
-    return np.array(loads, dtype=np.float64)
+if __name__ == "__main__":
+    EXAMPLES = ROOT / "examples" / "expert_loads"
+    write_loads(EXAMPLES / "tiny-moe.npy", of_source_text(32).astype(np.uint16))
+    write_loads(EXAMPLES / "128-experts.npy", of_source_text(32, experts=128).astype(np.uint16))

@@ -29,6 +29,7 @@ import serving.serve as serve
 import serving.server as server
 import serving.workbench.tracing.trace as trace
 import serving.workbench.tuning.tune as tune
+from moe import ExpertPlacement
 from serving.engine.options import AUTO_DTYPE, EngineOptions
 from serving.engine.wire.secret import read_secret
 from ubatch import UBatchError
@@ -65,6 +66,8 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
         step_settings=SimpleNamespace(reasons=None),
         config=SimpleNamespace(vocab_size=8, eos_token_ids=(0,)),
         expert_loads=SimpleNamespace(counts=torch.zeros(2, 1, 1)),
+        placement=ExpertPlacement.default(1, 1, 1),
+        mover=None,
         copy_expert_loads=None,
     )
     group = None if engine.step_size == 1 else SimpleNamespace(rank=0, size=engine.step_size)

@@ -99,6 +99,8 @@ def describe_memory(runner: ModelRunner) -> str:
         own, size = runner.states, runner.states.nbytes / 2**20
         states = f"recurrent states {size:.1f} MiB (of {own.num_slots} requests at once"
         states += f", and {own.num_snapshots} snapshots); " if own.num_snapshots else "); "
+    if runner.mover is not None:
+        states += f"experts on their way {runner.mover.staging_bytes / 2**20:.1f} MiB; "
     return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); {states}attention back ends: {', '.join(parts)}"
 
 

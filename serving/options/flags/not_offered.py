@@ -127,7 +127,7 @@ NOT_OFFERED: Mapping[str, str] = _each(
         "every process holds the whole context of its requests; leave it out": (
             "dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size"
         ),
-        "--init-expert-location places experts and --enable-eplb moves them, while the ranks stay the same; use these": (
+        "--init-expert-location places experts and --enable-eplb moves them; the ranks do not change": (
             "expert_placement_strategy enable_elastic_ep"
         ),
         "transfers between ranks are chosen by the device; leave it out": "disable_custom_all_reduce",

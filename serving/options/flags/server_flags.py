@@ -99,8 +99,8 @@ class Parallelism(Group):
         None,
         description="how the ranks' load of experts is balanced, or --eplb-config.KEY VALUE for each: "
         "num_redundant_experts, slots beyond one for every expert; window_size, steps whose load is looked at; and "
-        "with --enable-eplb step_interval, steps from one plan to the next; balancedness_fall, by how much balancedness "
-        "falls for a plan before (0: never); move_bytes_per_step, most bytes that a rank sends in a step; "
+        "with --enable-eplb step_interval, steps from one plan to the next; balancedness_fall, by how much "
+        "balancedness falls for a plan before (0: never); move_bytes_per_step, most bytes that a rank sends in a step; "
         "move_checksums; log_balancedness, and log_balancedness_interval, in steps",
     )
     init_expert_location: Annotated[

@@ -1,6 +1,7 @@
 """Predict steps on machines that are not at hand, from cost tables, the runtime's own schedules and the simulator.
 
 simulate    the command `ubatch simulate`
+eplb        the command `ubatch eplb`: a placement of experts for recorded loads
 plan        a simulated step; the best schedule for a machine, its token threshold, and what limits it
 costs       a roofline model of one lane in one layer
 kernels     times of single kernels on a GPU

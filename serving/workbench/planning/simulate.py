@@ -25,6 +25,7 @@ from serving.workbench.bench.statistics import write_json
 from serving.workbench.planning.balancing import balancing_gates
 from serving.workbench.planning.constants import load_constants
 from serving.workbench.planning.gates import NAME_WIDTH, Gate, published_gates
+from serving.workbench.planning.held_out import held_out_gates
 from serving.workbench.planning.loads import skews_of_files
 from serving.workbench.planning.plan import Plan, make_plan
 from serving.workbench.planning.shapes import Mode, Workload, read_model
@@ -106,7 +107,7 @@ def _check(options: Options) -> None:
 
 
 def _compare(options: Options) -> list[Gate]:
-    gates = [*published_gates(), *balancing_gates()] if options.gates else []
+    gates = [*published_gates(), *balancing_gates(), *held_out_gates()] if options.gates else []
     if options.measured or options.live:
         from serving.workbench.bench.runtime.overlap import Options as Bench  # these need torch
         from serving.workbench.planning.measured import gates_of_results, live_gates

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from published_eplb import published_placement
 
 from moe.balance import arrivals, is_hierarchical, plan_placement
 from moe.balance.packing import pack, replicate
 from moe.balance.swaps import swap
 from moe.placement import IDLE, ExpertPlacement, Floats
+from serving.workbench.planning.published_eplb import published_placement
 from ubatch import ConfigError
 
 
@@ -65,6 +65,17 @@ def test_no_rank_has_an_expert_twice_if_that_can_be(problem: tuple[Floats, Exper
         held = [rank[rank != IDLE] for rank in node]
         if max(map(len, held)) <= experts and sum(map(len, held)) <= experts * ranks:
             assert all(len(set(rank.tolist())) == len(rank) for rank in held)
+
+
+@pytest.mark.parametrize(("experts", "ranks", "redundant"), [(6, 4, 3), (5, 3, 3), (12, 4, 6)])
+def test_an_expert_that_only_fits_a_rank_twice_is_exchanged(experts: int, ranks: int, redundant: int) -> None:
+    """Packed anew, and mended: of so many layers it happens in some, where ranks have different room."""
+    chance = np.random.default_rng(0)
+    placement = ExpertPlacement.default(200, experts, ranks, redundant)
+    for _ in range(2):
+        placement = plan_placement(chance.lognormal(0.0, 0.4, (200, experts)), placement)
+        ordered = np.sort(placement.experts.reshape(200, ranks, -1), axis=2)
+        assert not ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != IDLE)).any()
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 9])

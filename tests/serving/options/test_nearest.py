@@ -33,13 +33,8 @@ def test_slips_and_words_left_out_are_found(written: str, meant: str) -> None:
 @pytest.mark.parametrize(
     "written",
     [
-        *(
-            "pipeline_parallel_size",
-            "decode_context_parallel_size",
-            "data_parallel_rank",
-            "enable_lora",
-            "enable_elastic_ep",
-        ),
+        *("pipeline_parallel_size", "decode_context_parallel_size", "data_parallel_rank", "enable_lora"),
+        "enable_elastic_ep",
         *("long_prefill_token_threshold", "max_running_requests", "mamba_cache_dtype", "quantization", "tokenizer"),
         *("disable_prefix_caching", "disable_radix_cache", "tp", "tp_size"),
         *("watchdog_timeout", "distributed_executor_backend", "backend", "size", ""),

@@ -326,6 +326,7 @@ def test_every_flag_of_simulate_changes_what_is_planned(
             mock.patch.object(simulate, "print_plan"),
             mock.patch.object(simulate, "published_gates", calls.gates),
             mock.patch.object(simulate, "balancing_gates", list),
+            mock.patch.object(simulate, "held_out_gates", list),
             mock.patch.object(simulate, "print_gates"),
             mock.patch.object(simulate, "write_json", calls.json),
         ):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from model_runner import FinishReason, GenerationOutput, RandomQwen3Moe, make_random_checkpoint
 from model_runner.step.logprobs import TokenLogprobs
-from moe import SoftmaxTopKRouter
+from moe import ExpertPlacement, SoftmaxTopKRouter
 from serving.cli import main
 from serving.workbench.bench.eplb.gain import share_of_possible
+from serving.workbench.bench.eplb.moving import ratio_of_p99
 from serving.workbench.bench.eplb.predict import predicted_s
 from serving.workbench.bench.eplb.same import count_different
-from serving.workbench.bench.eplb.skewed import UniformRouter
+from serving.workbench.bench.eplb.skewed import UniformRouter, on_next_ranks
 from ubatch import get_schedule
 from ubatch.schedules import LayerTimes, RankLoad, rank_loads
 
@@ -30,14 +32,17 @@ SMALL = RandomQwen3Moe(
 def test_every_part_runs_prints_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, file = make_random_checkpoint(tmp_path / "model", SMALL), tmp_path / "eplb.json"
     words = ["bench", "eplb", "--model", str(model), "--sequences", "4", "--sequence-length", "32", "--quick"]
-    status = main([*words, "--latency-us", "0", "--new-tokens", "4", "--json", str(file)])
+    words += ["--latency-us", "0", "--new-tokens", "8", "--window-size", "20", "--step-interval", "40", "--shifts", "1"]
+    status = main([*words, "--json", str(file)])
     report, printed = json.loads(file.read_text()), capfd.readouterr().out
     gain, same, predict, counting = (report[part] for part in ("gain", "same", "predict", "counting"))
-    assert status == (gain["possible"]["1"]["median"] < 1.15)  # of steps this short nothing is known
-    assert same == {"tokens": 2 * 4 * 4, "different": 0, "ties": same["ties"]}
+    assert status == (gain["possible"]["serial"]["median"] < 1.15)  # of steps this short nothing is known
+    assert same == {"tokens": 2 * 2 * 4 * 8, "different": 0, "ties": same["ties"], "switched": 2}
     assert gain["balancedness"]["without"] < 0.8 < 0.9 < gain["balancedness"]["with"]
     assert gain["balancedness"]["perfect"] == 1.0
-    assert set(gain["arms_ms"]) == {f"{name} {lanes}" for name in ("without", "with", "perfect") for lanes in (1, 2)}
+    assert set(gain["arms_ms"]) == {
+        f"{name} {lanes}" for name in ("without", "with", "perfect") for lanes in ("serial", "dbo")
+    }
     assert {len(blocks) for part in (gain, predict, counting) for blocks in part["arms_ms"].values()} == {3}
     kinds = ("one by one", "overlapped")
     assert set(predict["steps"]) == {f"{name}, {kind}" for name in ("without", "with") for kind in kinds}
@@ -45,7 +50,19 @@ def test_every_part_runs_prints_and_writes(tmp_path: Path, capfd: pytest.Capture
         assert sum(rank["experts"] for rank in layer) == pytest.approx(2.0)
         assert [rank["sent"] for rank in layer] == [rank["received"] for rank in reversed(layer)]
     assert 0 < counting["share"]["prefill"]["median"] < 0.1
-    for text in ("of_possible", "same tokens: 0 of 32 differ", "predicted from balanced stages", "timed alone"):
+    moving, shift = report["moving"], report["shift"]
+    assert (moving["steps"], moving["moving_steps"]) == (24, 6)
+    assert moving["moved_bytes"] >= 2 * 2 * 8 * 3 * 32 * 16 * 4  # both layers of both ranks, at least once
+    assert [len(values) for values in moving["steps_ms"].values()] == [18, 6]
+    assert all(1 <= steps <= 40 for steps in moving["rearrangements"])
+    assert shift["most"] == {"interval": 60, "early": 40}
+    for mode in ("interval", "early"):
+        (found,) = shift["shifts"][mode]
+        assert found["before"] < found["best"] <= 1.0
+        assert found["rearrangements"] >= (found["steps"] is not None)
+    for text in ("steps of a full rearrangement", "shifts of popularity (window 20 steps, interval 40)"):
+        assert text in printed
+    for text in ("of_possible", "same tokens: 0 of 128 differ", "predicted from balanced stages", "timed alone"):
         assert text in printed
 
 
@@ -69,6 +86,17 @@ def test_predictions_by_hand() -> None:
     serial = get_schedule("serial")
     assert predicted_s(times, serial, [[RankLoad(), RankLoad()]] * 3) == pytest.approx(0.15)
     assert predicted_s(times, serial, [rank_loads([3, 1]), rank_loads([1, 3])]) == pytest.approx(2 * 0.07)
+
+
+def test_all_experts_change_their_ranks_together() -> None:
+    placement = ExpertPlacement(np.array([[0, 1, 2, 3, -1, -1], [2, 0, -1, 1, 3, -1]]), 4, 2)
+    assert on_next_ranks(placement).experts.tolist() == [[3, -1, -1, 0, 1, 2], [1, 3, -1, 2, 0, -1]]
+
+
+def test_the_slowest_steps_are_compared_over_all_blocks() -> None:
+    still = [[1.0] * 50, [2.0] * 50]
+    assert ratio_of_p99([[2.0] * 50, [3.0] * 50], still).median == 1.5
+    assert ratio_of_p99(still, still).median == 1.0
 
 
 def output(*tokens: int, second: float = -9.0) -> GenerationOutput:

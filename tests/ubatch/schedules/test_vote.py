@@ -146,6 +146,7 @@ def offers(draw: st.DrawFn) -> Offer:
         draw(st.booleans()),
         prefill_tokens=draw(st.integers(0, 2**40)),
         period_us=draw(st.integers(0, 2**40)),
+        moving=draw(st.integers(0, 2**62)),
         told=tuple(draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=TOLD_WIDTH))),
     )
 
@@ -165,6 +166,7 @@ def test_all_ranks_reach_the_same_answer(made: list[Offer], again: bool) -> None
     assert len({(decision.engaged, decision.declined_by, decision.tokens) for decision in seen}) == 1
     assert all((decision.reason is None) == decision.engaged for decision in seen)
     assert [sum(row) for row in seen[0].tokens] == [sum(offer.tokens) for offer in made]
+    assert all(decision.moving == tuple(offer.moving for offer in made) for decision in seen)
 
 
 def test_a_step_is_repeated_by_all_ranks_or_by_none() -> None:

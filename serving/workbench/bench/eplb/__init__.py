@@ -6,6 +6,7 @@ same       whether the tokens are the same
 predict    the simulator against skewed steps
 counting   what counting the load costs
 moving     what steps feel of experts that move
+shift      how soon experts are balanced again
 command    the options, and the order of things
 """
 

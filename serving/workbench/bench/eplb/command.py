@@ -5,6 +5,7 @@
     predict    the simulator's times of skewed steps, from the stages of balanced ones
     counting   what counting the load costs, timed alone
     moving     steps while experts move, against steps while they do not
+    shift      steps until experts are balanced again when others become popular
 
 The model is a random Qwen3-MoE of 100 M parameters; steps are prefills, and every rank is pinned to a core.
 """
@@ -26,6 +27,7 @@ from serving.workbench.bench.eplb.gain import measure_gain
 from serving.workbench.bench.eplb.moving import measure_moving
 from serving.workbench.bench.eplb.predict import measure_predictions
 from serving.workbench.bench.eplb.same import compare_tokens
+from serving.workbench.bench.eplb.shift import measure_shifts
 from serving.workbench.bench.eplb.skewed import Skew, SkewedModels, open_skewed
 from serving.workbench.bench.options import ENGINE
 from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
@@ -39,6 +41,7 @@ class Part(StrEnum):
     PREDICT = "predict"
     COUNTING = "counting"
     MOVING = "moving"
+    SHIFT = "shift"
 
 
 class Options(StepOptions):
@@ -53,6 +56,7 @@ class Options(StepOptions):
     ] = 0.65
     exponent: Annotated[float, Field(ge=0, description="of the experts' popularity")] = 1.0
     redundant_experts: Annotated[int, Field(ge=0, description="experts in addition to the model's own")] = 0
+    window_size: Annotated[int, Field(ge=1, description="steps whose load is looked at")] = 250
     step_interval: Annotated[int, Field(ge=1, description="steps from one plan to the next")] = 500
     ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 0.5
     new_tokens: Annotated[int, Field(ge=1, description="same: generated for every prompt")] = 32
@@ -60,6 +64,22 @@ class Options(StepOptions):
     moving_steps: Annotated[
         int, Field(ge=1, description="moving: steps while experts move, and three times as many while they do not")
     ] = 500
+
+    shifts: Annotated[int, Field(ge=1, description="shift: how often others become popular, in each mode")] = 3
+
+    @property
+    def eplb(self) -> EplbConfig:
+        """How experts are balanced."""
+        return EplbConfig(
+            num_redundant_experts=self.redundant_experts,
+            window_size=self.window_size,
+            step_interval=self.step_interval,
+        )
+
+    @property
+    def steps_while_moving(self) -> int:
+        """Steps that are measured while experts move; a quick run has one block."""
+        return 1 if self.quick else self.moving_steps
 
     @property
     def rounds(self) -> int:
@@ -72,7 +92,8 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
     Part.SAME: lambda models, options: compare_tokens(models, options.new_tokens),
     Part.PREDICT: lambda models, options: measure_predictions(models, options.rounds),
     Part.COUNTING: lambda models, options: measure_counting(models, options.rounds),
-    Part.MOVING: lambda models, options: measure_moving(models, options.moving_steps, options.rounds),
+    Part.SHIFT: lambda models, options: measure_shifts(models, options.eplb, min(options.shifts, options.rounds)),
+    Part.MOVING: lambda models, options: measure_moving(models, options.steps_while_moving, options.rounds),
 }
 
 
@@ -89,8 +110,7 @@ def run(options: Options) -> int:
 def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     skew = Skew(options.balancedness, options.exponent)
-    eplb = EplbConfig(num_redundant_experts=options.redundant_experts, step_interval=options.step_interval)
-    with open_skewed(rank, options, model, skew, eplb) as models:
+    with open_skewed(rank, options, model, skew, options.eplb) as models:
         calibrate(models.settings["perfect"], 2, options.ratio)
         for part in options.only:
             results[str(part)] = _MEASURES[part](models, options)

@@ -16,7 +16,7 @@ from serving.workbench.bench.statistics import Arm, Interval, bootstrap, fastest
 from serving.workbench.bench.step_setting import interleave_on_ranks
 
 LEAST_POSSIBLE = 1.15
-_LANES = (1, 2)
+_LANES = {"serial": 1, "dbo": 2}
 
 
 @dataclass(frozen=True)
@@ -25,30 +25,30 @@ class GainResult:
 
     Attributes:
         balancedness: mean / busiest rank in the measured batch, mean over the layers, by setting.
-        gain: throughput with over without, by lanes.
-        possible, of_possible: see the module's top, by lanes.
+        gain: throughput with over without; in one lane (`serial`), and in two (`dbo`).
+        possible, of_possible: see the module's top, likewise.
         both: see the module's top.
         arms_ms: raw block means, slowest rank, by setting and lanes.
     """
 
     bytes_per_s: float
     balancedness: Mapping[str, float]
-    gain: Mapping[int, Interval]
-    possible: Mapping[int, Interval]
-    of_possible: Mapping[int, Interval]
+    gain: Mapping[str, Interval]
+    possible: Mapping[str, Interval]
+    of_possible: Mapping[str, Interval]
     both: Interval
     arms_ms: Mapping[str, Sequence[float]]
 
     @property
     def void(self) -> bool:
         """Whether perfect balance gains too little in one lane for the share of it to mean anything."""
-        return self.possible[1].median < LEAST_POSSIBLE
+        return self.possible["serial"].median < LEAST_POSSIBLE
 
     def print(self) -> None:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in self.balancedness.items())
         print(f"\ngain (link {self.bytes_per_s / 1e6:.1f} MB/s; balancedness: {shown})")
         print_arms(self.arms_ms, ".1f")
-        rows = [(str(lanes), self.gain[lanes], self.possible[lanes], self.of_possible[lanes]) for lanes in _LANES]
+        rows = [(lanes, self.gain[lanes], self.possible[lanes], self.of_possible[lanes]) for lanes in _LANES]
         print(table({"lanes": "", "gain": ".3f", "possible": ".3f", "of_possible": ".3f"}, rows))
         print(f"  DBO and balance over the better one alone   {self.both:.3f}")
         if self.void:
@@ -58,23 +58,23 @@ class GainResult:
 def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
     """Run all arms, and compute the figures. Every rank calls it; all get the same."""
     arms: dict[str, Arm] = {
-        f"{name} {lanes}": partial(setting.timed, setting.schedule(lanes))
-        for lanes in _LANES
+        f"{name} {lanes}": partial(setting.timed, setting.schedule(count))
+        for lanes, count in _LANES.items()
         for name, setting in models.settings.items()
     }
     found = interleave_on_ranks(arms, blocks, "gain")
 
-    def of(name: str, lanes: int) -> Sequence[float]:
+    def of(name: str, lanes: str) -> Sequence[float]:
         return found[f"{name} {lanes}"]
 
-    alone = fastest(found, ("with 1", "without 2"))
+    alone = fastest(found, ("with serial", "without dbo"))
     return GainResult(
         models.link.bytes_per_s,
         {name: models.balancedness(name) for name in models.settings},
         {lanes: paired(of("without", lanes), of("with", lanes)) for lanes in _LANES},
         {lanes: paired(of("without", lanes), of("perfect", lanes)) for lanes in _LANES},
         {lanes: share_of_possible(*(of(name, lanes) for name in ("without", "with", "perfect"))) for lanes in _LANES},
-        paired(found[alone], of("with", 2)),
+        paired(found[alone], of("with", "dbo")),
         found,
     )
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe.placement import ExpertPlacement
 from serving.progress import progress
-from serving.workbench.bench.eplb.skewed import SkewedModels, placement_of
+from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, placement_of
 from serving.workbench.bench.statistics import Interval, paired, print_arms, table
 
 MOST_MEDIAN, MOST_P99 = 1.02, 1.10
@@ -102,16 +101,8 @@ def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> Moving
             found[name] += run(count, name == "moving")
         for name, times in found.items():
             blocks[name].append(times)
-    while rearranger.mover.busy:  # to its end, so that later parts find all at rest
-        setting.step(schedule)
-    rearranger.news()
+    rearranger.finish(setting)
     return _result({name: _slowest(of) for name, of in blocks.items()}, rearrangements, moved)
-
-
-def on_next_ranks(placement: ExpertPlacement) -> ExpertPlacement:
-    """The same experts together, but each rank's on the next one: all of them move, and the balance stays."""
-    each = placement.slots_per_rank
-    return replace(placement, experts=np.roll(placement.experts, each, axis=1))
 
 
 def _slowest(blocks: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -1,4 +1,9 @@
-"""Whether balanced experts generate what others generate: greedy tokens, with experts in other places."""
+"""Whether balanced experts generate what others generate: greedy tokens of three runs.
+
+without   experts in the order of their ids
+moved     experts in other places, all of them moved there
+moving    all experts change their ranks meanwhile
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from model_runner import GenerationOutput, SamplingParams, generate
-from serving.workbench.bench.eplb.skewed import SkewedModels
+from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, placement_of
+from serving.workbench.bench.step_setting import StepSetting
 
 _TIE = 1e-4
 """Two tokens whose log probabilities differ by less may change places by rounding."""
@@ -17,17 +23,19 @@ _TIE = 1e-4
 
 @dataclass(frozen=True)
 class SameResult:
-    """Generated tokens of all ranks.
+    """Generated tokens of all ranks, of `moved` and `moving`.
 
     Attributes:
         tokens: generated, over all prompts.
         different: tokens that another token was expected for, and that are no tie. Those behind a tie do not count.
         ties: prompts that go on differently after a tie.
+        switched: layers whose experts have changed their ranks meanwhile.
     """
 
     tokens: int
     different: int
     ties: int
+    switched: int
 
     @property
     def void(self) -> bool:
@@ -36,20 +44,28 @@ class SameResult:
 
     def print(self) -> None:
         print(f"\nsame tokens: {self.different} of {self.tokens} differ ({self.ties} prompts behind a tie left out)")
+        print(f"  layers switched meanwhile   {self.switched}")
 
 
 def compare_tokens(models: SkewedModels, new_tokens: int) -> SameResult:
-    """Generate with and without balance. Every rank calls it, with its own prompts."""
+    """Generate all runs. Every rank calls it, with its own prompts."""
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=2)
-    outputs = []
-    for name in ("without", "with"):
-        setting = models.settings[name]
+
+    def run(setting: StepSetting) -> list[GenerationOutput]:
         requests = [share.request for share in setting.batch.shares]
         prompts = [request.token_ids[: request.num_prompt_tokens] for request in requests]
-        outputs.append(generate(setting.runner, prompts, params))
-    counts = torch.tensor(count_different(*outputs))
+        return generate(setting.runner, prompts, params)
+
+    balanced = models.settings["with"]
+    without, moved = run(models.settings["without"]), run(balanced)
+    models.rearranger.begin(on_next_ranks(placement_of(balanced)))
+    moving = run(balanced)
+    switched = sum(len(news.layers) for news in models.rearranger.news())
+    models.rearranger.finish(balanced)
+    counts = torch.tensor([count_different(without, moved), count_different(without, moving)]).sum(dim=0)
     dist.all_reduce(counts)
-    return SameResult(*counts.tolist())
+    tokens, different, ties = counts.tolist()
+    return SameResult(tokens, different, ties, switched)
 
 
 def count_different(expected: Sequence[GenerationOutput], found: Sequence[GenerationOutput]) -> tuple[int, int, int]:

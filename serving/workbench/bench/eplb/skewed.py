@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,9 @@ class UniformRouter:
 class Rearranger:
     """Moves the experts of one rank's runner, with all ranks; every rank makes one and calls the same.
 
+    Attributes:
+        number: orders so far.
+
     Raises:
         UBatchError: the runner was made without `enable_eplb`.
     """
@@ -86,12 +89,12 @@ class Rearranger:
     def __init__(self, runner: ModelRunner) -> None:
         if runner.mover is None:
             raise UBatchError("the runner cannot move experts: it was made without enable_eplb.")
-        self._runner, self.mover, self._number = runner, runner.mover, 0
+        self._runner, self.mover, self.number = runner, runner.mover, 0
 
     def begin(self, placement: ExpertPlacement, layers: Sequence[int] | None = None) -> None:
         """Order a placement; steps bring it about."""
-        self._number += 1
-        self.mover.begin(self._number, placement, layers)
+        self.number += 1
+        self.mover.begin(self.number, placement, layers)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,6 +104,12 @@ class Rearranger:
             yield
         finally:
             self._runner.mover = self.mover
+
+    def finish(self, setting: StepSetting) -> None:
+        """Step until all experts are in their places."""
+        while self.mover.busy:
+            setting.step(SERIAL)
+        self.news()
 
     def news(self) -> list[MoveNews]:
         """What has moved since the last call.
@@ -122,12 +131,14 @@ class SkewedModels:
     Attributes:
         loads: `[L, E]`: tokens of all ranks in the batch that is measured, for every setting.
         rearranger: moves the experts of `with`.
+        biases: `[L, E]`: of all routers' logits.
     """
 
     settings: Mapping[str, StepSetting]
     loads: Mapping[str, Floats]
     link: EmulatedLink
     rearranger: Rearranger
+    biases: Tensor
 
     def balancedness(self, name: str) -> float:
         """Mean over the layers."""
@@ -165,8 +176,8 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
             stack.callback(made.close)
             return made
 
-        plain, perfect = open_runner(), open_runner()
         balanced = open_runner(enable_eplb=True, eplb_config=eplb)
+        plain, perfect = (open_runner(experts_backend=balanced.experts_backend) for _ in range(2))
         vocabulary = plain.config.vocab_size
         biases = _skewed_biases(plain, setting(plain), skew)
         set_biases(plain, biases)
@@ -178,11 +189,9 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
         settings = {"without": setting(plain), "with": setting(balanced), "perfect": setting(perfect)}
         rearranger = Rearranger(balanced)
         rearranger.begin(plan_placement(window, placement_of(settings["with"])))
-        while rearranger.mover.busy:
-            settings["with"].step(SERIAL)
-        rearranger.news()
+        rearranger.finish(settings["with"])
         loads = {name: loads_of(each) for name, each in settings.items()}
-        yield SkewedModels(settings, loads, link, rearranger)
+        yield SkewedModels(settings, loads, link, rearranger, biases)
 
 
 def placement_of(setting: StepSetting) -> ExpertPlacement:
@@ -191,6 +200,12 @@ def placement_of(setting: StepSetting) -> ExpertPlacement:
     if placement is None:
         raise UBatchError("the model has no routed experts.")
     return placement
+
+
+def on_next_ranks(placement: ExpertPlacement) -> ExpertPlacement:
+    """The same experts together, but each rank's on the next one: all of them move, and the balance stays."""
+    each = placement.slots_per_rank
+    return replace(placement, experts=np.roll(placement.experts, each, axis=1))
 
 
 def sparse_layers(runner: ModelRunner) -> list[SparseMLP]:

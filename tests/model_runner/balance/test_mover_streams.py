@@ -1,0 +1,68 @@
+"""On a device with streams, moves and steps are ordered where they touch the same memory; the host waits for none."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from fake_streams import FakeStreams, Operation
+from test_mover import LAYERS, Model, random_placement, vote
+from torch import Tensor
+
+from model_runner.balance.mover import Mover
+from moe import ExpertMap, ExpertPlacement
+from ranks import on_ranks
+from ubatch import CommGroup
+
+pytestmark = pytest.mark.ranks
+
+BEHIND = 3
+"""Steps by which the device is behind the host."""
+
+
+@on_ranks(2)
+def test_moves_are_ordered_after_steps_and_steps_after_switches(rank: int, group: CommGroup) -> None:
+    start, streams = ExpertPlacement.default(LAYERS, 6, 2), FakeStreams()
+    model = Model(group, start)
+    mover = Mover(model.kernels, start, group, torch.device("cpu"), streams=streams, bytes_per_step=3000)
+    read, write, launch, land = mover._slots.read, mover._slots.write, mover._channel.launch, mover._land
+    replace, gathered = ExpertMap.replace, list[Operation]()
+
+    def gather(layer: int, slot: int, first: int, into: Tensor) -> None:
+        gathered.append(streams.work("gather", reads=[f"weights {layer}"], writes=["out"]))
+        read(layer, slot, first, into)
+
+    def send(*args: Any) -> Any:
+        assert streams.host.issuperset(gathered), "the host sends what has not arrived on it"
+        return launch(*args)
+
+    def landed(*args: Any) -> None:
+        streams.work("land", reads=["in"], writes=["staging"])
+        land(*args)
+
+    def switch(layer: int, slot: int, source: Tensor) -> None:
+        streams.work("switch", reads=["staging"], writes=[f"weights {layer}"])
+        write(layer, slot, source)
+
+    def mapped(self: ExpertMap, table: Any) -> None:
+        streams.work("map", writes=["map"])
+        replace(self, table)
+
+    mover._slots.read, mover._slots.write = gather, switch  # type: ignore[method-assign]
+    mover._channel.launch, mover._land = send, landed  # type: ignore[method-assign]
+    ExpertMap.replace = mapped  # type: ignore[method-assign]
+    rng, done = random.Random(3), list[int]()
+    for number in (1, 2):
+        mover.begin(number, random_placement(rng, 6, 2, 0))
+        while mover.busy:
+            vote(group, mover)
+            streams.work("step", reads=["map", *(f"weights {layer}" for layer in range(LAYERS))], writes=["hidden"])
+            done.append(len(streams.operations))
+            streams.host |= frozenset(streams.operations[: done[-BEHIND]] if len(done) >= BEHIND else ())
+    assert not streams.races
+    assert sum(each.name == "map" for each in streams.operations) == 2 * LAYERS
+    on = {each.name: each.stream.name for each in streams.operations}
+    assert on == {"gather": "comm", "land": "comm", "switch": "compute", "map": "compute", "step": "compute"}
+    assert mover.placement != start

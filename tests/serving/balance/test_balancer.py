@@ -1,0 +1,171 @@
+"""When a balancer orders moves, without engines: loads are put into its book by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from moe import ExpertPlacement
+from moe.balance import EplbConfig
+from serving.balance import Balancer, LoadBook, balancer
+from serving.engine_metrics import show_moves
+
+EXPERTS = 8
+SKEWED, TURNED = [40, 30, 20, 10, 1, 1, 1, 1], [1, 1, 1, 1, 40, 30, 20, 10]
+
+
+class Bench:
+    """A balancer over two ranks, and the orders that it has sent."""
+
+    def __init__(self, **config: Any) -> None:
+        settings = {"window_size": 20, "step_interval": 100, "balancedness_fall": 0.0, **config}
+        self.book = LoadBook(ExpertPlacement.default(2, EXPERTS, 2), None, 20)
+        self.orders: list[tuple[int, ExpertPlacement, list[int]]] = []
+        self.balancer = Balancer(EplbConfig(**settings), self.book, self._send, expert_bytes=1000)
+
+    def _send(self, number: int, placement: ExpertPlacement, layers: Sequence[int]) -> None:
+        self.orders.append((number, placement, list(layers)))
+
+    async def count(self, steps: int, loads: Sequence[int]) -> None:
+        """So many steps of both ranks, two at a time."""
+        counts = np.array([[loads, loads], np.zeros((2, EXPERTS), dtype=int)])
+        for _ in range(steps // 2):
+            for rank in range(2):
+                self.book.add(rank, 2, counts)
+                self.balancer.counted(rank, 2)
+            while self.balancer._planning is not None:
+                await asyncio.sleep(0.001)
+
+    def obey(self, failure: str = "") -> None:
+        number, _, layers = self.orders[-1]
+        if not failure:
+            for layer in layers:
+                self.balancer.moved(number, [layer], 10, "", over=layer == layers[-1])
+        else:
+            self.balancer.moved(number, [], 0, failure, over=True)
+
+
+def test_it_plans_at_the_interval_and_not_while_experts_move() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.count(98, SKEWED)
+        assert not bench.orders
+        await bench.count(2, SKEWED)
+        assert bench.balancer.rearrangements == {"interval": 1}
+        assert bench.orders[0][1].balancedness(np.array([SKEWED] * 2)).min() > 0.9
+        assert bench.balancer.moving
+        await bench.count(300, TURNED)
+        assert len(bench.orders) == 1
+        bench.obey()
+        assert not bench.balancer.moving
+        assert bench.book.placement == bench.orders[0][1]
+        assert (bench.balancer.layers_moved, bench.balancer.bytes_moved) == (2, 20)
+        await bench.count(300, SKEWED)  # balanced: experts stay
+        assert len(bench.orders) == 1
+
+    asyncio.run(scenario())
+
+
+def test_it_plans_early_when_balancedness_falls_but_once_in_a_window() -> None:
+    async def scenario() -> None:
+        bench = Bench(step_interval=100_000, balancedness_fall=0.1)
+        await bench.count(20, [10] * EXPERTS)
+        assert not bench.orders
+        await bench.count(40, SKEWED)
+        assert bench.balancer.rearrangements == {"fallen": 1}
+        bench.obey()
+        await bench.count(40, SKEWED)
+        assert len(bench.orders) == 1
+        swapped = np.array(SKEWED)
+        held = bench.book.placement.held(0, 0)
+        swapped[:] = 1
+        swapped[held] = [40, 30, 20, 10]
+        await bench.count(40, swapped.tolist())
+        assert len(bench.orders) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_fall_is_planned_for_by_what_came_since() -> None:
+    """After four tenths of a window; those before it would hide from the planner what changed."""
+
+    async def scenario() -> None:
+        bench = Bench(step_interval=100_000, balancedness_fall=0.1)
+        await bench.count(20, [10] * EXPERTS)
+        await bench.count(8, SKEWED)
+        ((_, placement, layers),) = bench.orders
+        assert layers == [0, 1]
+        assert placement.balancedness(np.array([SKEWED] * 2)).min() > 0.9
+
+    asyncio.run(scenario())
+
+
+def test_failures_are_counted_and_the_placement_stays() -> None:
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.count(100, SKEWED)
+        before = bench.book.placement
+        bench.obey("checksum")
+        assert bench.book.placement == before
+        assert bench.balancer.failed == {"checksum": 1}
+        await bench.count(100, SKEWED)
+        bench.balancer.moved(bench.orders[-1][0], [0], 10, "", over=False)
+        bench.balancer.interrupted()
+        assert bench.balancer.failed == {"checksum": 1, "interrupted": 1}
+        partly = bench.book.placement
+        assert partly != before
+        bench.balancer.restarted()
+        assert bench.book.placement == before
+        assert bench.orders[-1][1:] == (partly, [0])
+        bench.balancer.interrupted()  # again, before it was restored
+        bench.balancer.restarted()
+        assert bench.orders[-1][1:] == (partly, [0])
+        bench.balancer.moved(1, [0], 10, "", over=True)  # of an earlier run
+        assert bench.balancer.moving
+        bench.obey()
+        assert bench.book.placement == partly
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_planner_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(balancer, "decide", fail)
+
+    async def scenario() -> Bench:
+        bench = Bench()
+        with caplog.at_level(logging.ERROR):
+            await bench.count(100, SKEWED)
+        return bench
+
+    bench = asyncio.run(scenario())
+    assert bench.balancer.failed == {"unplanned": 1}
+    assert "no placement could be planned" in caplog.text
+
+
+def test_metrics_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> Bench:
+        bench = Bench(log_balancedness=True, log_balancedness_interval=50)
+        with caplog.at_level(logging.INFO):
+            await bench.count(100, SKEWED)
+        return bench
+
+    bench = asyncio.run(scenario())
+    assert caplog.text.count("expert load") == 2
+    registry = CollectorRegistry()
+    show_moves(registry, "m", bench.balancer)
+    value = registry.get_sample_value
+    assert value("ubatch:eplb_rearrangements_total", {"model_name": "m", "reason": "interval"}) == 1
+    assert value("ubatch:eplb_moving", {"model_name": "m"}) == 1
+    bench.obey("timeout")
+    assert value("ubatch:eplb_moves_failed_total", {"model_name": "m", "reason": "timeout"}) == 1
+    assert value("ubatch:eplb_moving", {"model_name": "m"}) == 0
+    assert value("ubatch:eplb_bytes_moved_total", {"model_name": "m"}) == 0

@@ -1,0 +1,147 @@
+"""Engines whose experts move while they serve: in time, early, after a restart; and what a killed engine leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_mains import tiny, tokens_of, wait_for
+from engine_served import Served
+
+from model_runner import SamplingParams
+from moe import ExpertPlacement
+from moe.balance import EplbConfig
+from serving.balance.balancer import MoveReason
+from serving.engine import EngineClient
+from serving.engine.options import RestartLimits
+
+pytestmark = pytest.mark.ranks
+
+LONG = SamplingParams(max_tokens=120, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [5, 5, 5, 5, 5, 5], [9] * 20, [11, 12]]
+
+
+def balanced(ranks: int = 2, **options: Any) -> Served:
+    config = {"window_size": 20, "step_interval": 10**9, "balancedness_fall": 0.0, "move_bytes_per_step": 300_000}
+    config |= options.pop("config", {})
+    config = EplbConfig(**config)
+    return Served(tiny(ranks, expert_parallel=True, enable_eplb=True, eplb_config=config, **options))
+
+
+async def all_tokens(client: EngineClient, prefix: str) -> list[list[int]]:
+    named = enumerate(PROMPTS)
+    return await asyncio.gather(*[tokens_of(client, f"{prefix}-{index}", prompt, LONG) for index, prompt in named])
+
+
+def shuffled(placement: ExpertPlacement) -> ExpertPlacement:
+    rng = np.random.default_rng(random.Random(3).randrange(100))
+    return ExpertPlacement(rng.permuted(placement.experts, axis=1), placement.num_experts, placement.num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"step_interval": 40}, MoveReason.INTERVAL),
+        ({"window_size": 60, "balancedness_fall": 0.01}, MoveReason.FALLEN),
+    ],
+)
+def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveReason) -> None:
+    served = balanced(config=config)
+    client = served.client
+
+    async def scenario() -> None:
+        assert client.balancer is not None
+        assert client.loads is not None
+        first = await all_tokens(client, "a")
+        hottest = np.argsort(-client.loads.balance().tokens(), axis=1)  # all on rank 0
+        client.balancer.begin(ExpertPlacement(hottest, 8, 2), range(4), MoveReason.RESTORED)
+        assert await wait_for(lambda: not client.balancer.moving)
+        assert (client.loads.placement.experts == hottest).all()
+        for turn in range(6):
+            assert await all_tokens(client, f"b{turn}") == first
+            if client.balancer.layers_moved > 4 and not client.balancer.moving:
+                break
+        assert client.balancer.rearrangements[reason] >= 1
+        assert not client.balancer.failed
+        assert client.balancer.bytes_moved
+        assert client.loads.balance().balancedness().mean() > 0.9
+        assert await all_tokens(client, "c") == first
+
+    served.run(scenario())
+    served.close()
+
+
+def test_tensor_parallel_ranks_move_together() -> None:
+    """The follower gets orders from its leader's turns."""
+    served = balanced(1, tensor_parallel_size=2)
+    client = served.client
+
+    async def scenario() -> None:
+        assert client.balancer is not None
+        assert client.loads is not None
+        first = await all_tokens(client, "a")
+        running = asyncio.create_task(all_tokens(client, "b"))
+        wanted = shuffled(client.loads.placement)
+        client.balancer.begin(wanted, range(4), MoveReason.INTERVAL)
+        assert await running == first
+        assert await wait_for(lambda: not client.balancer.moving)
+        assert client.loads.placement == wanted
+        assert not client.balancer.failed
+        assert await all_tokens(client, "c") == first
+
+    served.run(scenario())
+    served.close()
+
+
+def test_a_placement_outlives_the_engines() -> None:
+    """An engine is killed while experts rest, and again while they move."""
+    served = balanced(restarts=RestartLimits(3))
+    client = served.client
+
+    async def kill(rank: int) -> None:
+        pid = client.pids[rank]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert await wait_for(lambda: client.pause is not None)
+        assert await wait_for(lambda: client.pause is None)
+
+    async def scenario() -> None:
+        balancer, loads = client.balancer, client.loads
+        assert balancer is not None
+        assert loads is not None
+        first = await all_tokens(client, "a")
+        wanted = shuffled(loads.placement)
+        balancer.begin(wanted, range(4), MoveReason.INTERVAL)
+        assert await wait_for(lambda: not balancer.moving)  # ranks that pause are woken
+        assert loads.placement == wanted
+        assert balancer.layers_moved == 4
+        running = asyncio.create_task(all_tokens(client, "b"))
+        await asyncio.sleep(0.2)
+        await kill(1)
+        assert await running == first
+        assert await wait_for(lambda: loads.placement == wanted and not balancer.moving)
+        assert balancer.rearrangements == {MoveReason.INTERVAL: 1, MoveReason.RESTORED: 1}
+
+        other = shuffled(shuffled(wanted))
+        running = asyncio.create_task(all_tokens(client, "c"))
+        await asyncio.sleep(0.1)
+        balancer.begin(other, range(4), MoveReason.INTERVAL)
+        assert await wait_for(lambda: loads.placement != wanted)
+        reached = loads.placement
+        await kill(0)
+        assert await running == first
+        if not balancer.failed:  # it had ended
+            reached = other
+        assert await wait_for(lambda: not balancer.moving)
+        assert balancer.rearrangements[MoveReason.RESTORED] == 2
+        same = (loads.placement.experts == reached.experts).all(axis=1)
+        assert all(same | (loads.placement.experts == other.experts).all(axis=1))
+        assert await all_tokens(client, "d") == first
+
+    served.run(scenario())
+    served.close()

@@ -1,0 +1,58 @@
+"""What docs/expert-balance.md says was measured is what the file of `ubatch bench eplb` has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from figures import RESULTS, Figures, as_table, results, table_below
+from repository import ROOT
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not (RESULTS / "eplb.json").is_file(), reason="`ubatch bench eplb` was not measured"),
+]
+
+DOCUMENT = ROOT / "docs" / "expert-balance.md"
+ROWS: Mapping[str, str] = {
+    "(with - without) / (perfect - without)": "{eplb[gain][of_possible][serial]:.2f []}",
+    "perfect / without": "{eplb[gain][possible][serial]:.2fx []}",
+    "with / without": "{eplb[gain][gain][serial]:.2fx []}",
+    "the same in two lanes": "{eplb[gain][of_possible][dbo]:.2f []} of {eplb[gain][possible][dbo]:.2fx []}",
+    "DBO and balance together": "{eplb[gain][both]:.2fx []}",
+    "different tokens": "{eplb[same][different]} of {eplb[same][tokens]}",
+    "predicted steps": "{errors}",
+    "counting": "{eplb[counting][share][prefill]:.3%} of a prefill, {eplb[counting][share][decode]:.2%} of a decode",
+    "a step while experts move": "{eplb[moving][median]:.3fx []}",
+    "its 99th percentile": "{eplb[moving][p99]:.3fx []}",
+    "a full rearrangement": "{rearrangement} of {eplb[moving_interval]} steps",
+    "balanced again": "{interval}; with early plans {early}",
+}
+"""Begin of a row of the table -> its figures, see `figures.Figures`."""
+
+
+def test_every_row_is_that_of_the_file() -> None:
+    """Where they differ, put these in."""
+    found = results("eplb")
+    shifts = {
+        mode: f"{max(each['steps'] or 10**9 for each in of)} of {found['shift']['most'][mode]} steps"
+        for mode, of in found["shift"]["shifts"].items()
+    }
+    errors = [f"{name} {step['error']:+.1%}" for name, step in found["predict"]["steps"].items()]
+    computed = {
+        **shifts,
+        "errors": "; ".join(errors),
+        "rearrangement": max(found["moving"]["rearrangements"]),
+    }
+    figures = Figures(computed)
+    figures["eplb"] = type(figures["eplb"])({**found, "moving_interval": found["options"]["step_interval"]})
+    expected = {label: template.format_map(figures) for label, template in ROWS.items()}
+    shown = table_below("| what | asked | measured |", DOCUMENT)
+    labels = [next((label for label in expected if row[0].startswith(label)), None) for row in shown]
+    assert sorted(map(str, labels)) == sorted(expected), "a row of no figure, or a figure without its row"
+    wrong = [
+        [*row[:2], expected[label]]
+        for row, label in zip(shown, labels, strict=True)
+        if label is not None and row[2] != expected[label]
+    ]
+    assert not wrong, as_table(wrong)
