@@ -70,6 +70,7 @@ RESTARTED = {
     "ubatch:requests_poisonous",
 }
 BALANCE = {"ubatch:eplb_balancedness", "ubatch:eplb_rank_tokens", "ubatch:eplb_window_steps"}
+MOVES = {f"ubatch:eplb_{name}" for name in ("rearrangements", "moves_failed", "layers_moved", "bytes_moved", "moving")}
 DASHBOARDS = ROOT / "tests" / "support" / "vllm_dashboards.txt"
 
 
@@ -127,7 +128,7 @@ def test_names_and_types() -> None:
         assert (families[metric.name].type, families[metric.name].documentation) == (metric.kind, metric.text)
     for page in (ROOT / "docs").glob("*.md"):
         for name in re.findall(r"`((?:vllm|ubatch):\w+)`", page.read_text(encoding="utf-8")):
-            known = {*families, CACHE, *RESTARTED, *BALANCE}
+            known = {*families, CACHE, *RESTARTED, *BALANCE, *MOVES}
             assert {name, name.removesuffix("_total")} & known, page
 
 
