@@ -103,8 +103,9 @@ class All2All(ABC, Generic[HandleT]):
 
     Attributes:
         traits: what it can do.
-        num_experts: experts of all ranks.
-        experts: global ids of the experts that this rank holds.
+        num_experts: slots of all ranks, equally many on each. Without a placement they are the experts; else
+            `moe.expert_map` gives the slots, which are called experts here.
+        experts: this rank's slots.
         on_counts: if a dispatch exchanges token counts first, for which the host waits, gets the launched exchange
             before it is waited for; an emulated link delays it.
         may_signal: whether its traits may say that it serves signalled schedules, with some options.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from published_eplb import published_placement
+from serving.workbench.planning.published_eplb import published_placement
 from repository import ROOT
 
 from moe.balance import arrivals, mean_balancedness, plan_placement, read_loads

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from c_kernels import needs_c
 from checkpoints import FAMILIES, make_checkpoint
+from drafted import generate_drafted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_checks import check_decode, close, prefill_logits
+from model_checks import PROMPTS, check_decode, close, prefill_logits
+from mtp_checkpoint import make_mtp_checkpoint
 from placements import random_placement
+from torch import nn
 
-from model_runner import ModelRunner
+from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.models import DecoderConfig
-from ubatch import UBatchConfig
+from model_runner.parallel import make_placement
+from moe import ExpertPlacement, FusedMoEModularKernel
+from moe.placement import IDLE
+from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
+from ubatch import ConfigError, UBatchConfig
 
 SPARSE = ["Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss", "Qwen3Next", "GraniteMoe"]
 
@@ -62,3 +69,63 @@ def test_decode_steps_with_every_back_end(checkpoint: Callable[[str], Path], exp
     dbo = UBatchConfig(enable_dbo=overlap, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=2)
     engaged = check_decode(path, placement=placement, experts_backend=experts, dbo=dbo)
     assert bool(engaged) is overlap
+
+
+def test_draft_networks_are_not_placed(tmp_path: Path) -> None:
+    """They hold all experts, and count none; the placed model's tokens are its own."""
+    path = make_mtp_checkpoint(tmp_path)
+    config = config_of(path)
+    placement = random_placement(len(config.moe_layers), config.num_experts, 1, 2, 5)
+    speculation = SpeculationConfig(algorithm=Algorithm.MTP, num_draft_tokens=2, num_steps=2)
+    prompts, params = PROMPTS[:2], [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
+    with ModelRunner(path, num_kv_blocks=64) as plain:
+        expected = [output.token_ids for output in generate(plain, prompts, params)]
+    with ModelRunner(path, num_kv_blocks=64, placement=placement, **runner_options(speculation)) as runner:
+        kernels = [each for each in cast(nn.Module, runner.draft).modules() if isinstance(each, FusedMoEModularKernel)]
+        assert [(each.expert_map, each.load) for each in kernels] == [(None, None)]
+        assert len(kernels[0].experts.expert_range) == config.num_experts
+        outputs = generate_drafted(runner, prompts, params, speculation)
+        assert [tuple(output.token_ids) for output in outputs] == [tuple(tokens) for tokens in expected]
+
+
+# ----------------------------------------------------------------------------------------------------- which placement
+
+
+def test_a_placement_for_others_is_refused() -> None:
+    def made(*sizes: int, redundant: int = 0) -> ExpertPlacement:
+        return make_placement(7, (1, 3), 2, redundant, ExpertPlacement.default(*sizes) if sizes else None)
+
+    assert made().experts.tolist() == [[0, 1, 2, 3, 4, 5, 6, IDLE]] * 2
+    assert made(redundant=2).experts.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, IDLE]] * 2
+    assert made(2, 7, 2, 3) == ExpertPlacement.default(2, 7, 2, 3)
+    for sizes, message in (
+        ((2, 8, 2), "for 8 experts in a layer, but there are 7"),
+        ((2, 7, 3), "for 3 ranks, but there are 2"),
+        ((1, 7, 2), "for 1 MoE layers, but there are 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            made(*sizes)
+    with pytest.raises(ConfigError, match="8 slots, but 3 redundant experts make 10"):
+        made(2, 7, 2, redundant=3)
+
+
+def test_no_rank_is_without_experts() -> None:
+    placement = make_placement(3, (0,), 5)
+    assert placement.slots_per_rank == 1
+    assert sorted(set(placement.experts[0].tolist())) == [0, 1, 2]
+    assert not (placement.experts == IDLE).any()
+
+
+@given(experts=st.integers(1, 9), ranks=st.integers(1, 4), redundant=st.integers(0, 6), seed=st.integers(0, 99))
+def test_replicas_fill_idle_slots(experts: int, ranks: int, redundant: int, seed: int) -> None:
+    placement = random_placement(2, experts, ranks, redundant, seed)
+    filled = placement.filled()
+    used = placement.experts != IDLE
+    assert (filled.experts[used] == placement.experts[used]).all()
+    assert not (filled.experts == IDLE).any()
+    assert filled.filled() == filled
+    if filled.slots_per_rank <= experts:
+        for layer in range(2):
+            for rank in range(ranks):
+                new = filled.held(layer, rank)[len(placement.held(layer, rank)) :]
+                assert not set(new.tolist()) & set(placement.held(layer, rank).tolist()), "a replica of what is there"
