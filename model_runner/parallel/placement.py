@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe import ExpertPlacement
-from moe.placement import IDLE
 from ubatch import ConfigError
 
 TRIVIAL = "trivial"
@@ -47,7 +46,8 @@ def make_placement(
             f"the placement has {placement.num_slots} slots, but {redundant} redundant experts make "
             f"{default.num_slots}. Leave num_redundant_experts out: the placement has them."
         )
-    has_none = (placement.experts[:, :: placement.slots_per_rank] == IDLE).any()  # a rank's idle slots are its last
+    layers, of_ranks = range(placement.num_layers), range(num_ranks)
+    has_none = any(not len(placement.held(layer, rank)) for layer in layers for rank in of_ranks)
     return placement.filled() if has_none else placement
 
 
