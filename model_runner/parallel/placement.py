@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe import ExpertPlacement
-from moe.placement import IDLE
 from ubatch import ConfigError
 
 TRIVIAL = "trivial"
@@ -47,8 +46,8 @@ def make_placement(
             f"the placement has {placement.num_slots} slots, but {redundant} redundant experts make "
             f"{default.num_slots}. Leave num_redundant_experts out: the placement has them."
         )
-    has_none = (placement.experts[:, :: placement.slots_per_rank] == IDLE).any()  # a rank's idle slots are its last
-    return placement.filled() if has_none else placement
+    firsts = placement.experts[:, :: placement.slots_per_rank]  # a rank's idle slots, which are negative, are its last
+    return placement.filled() if (firsts < 0).any() else placement
 
 
 def read_placement(
