@@ -130,7 +130,7 @@ class _Server:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
         if not any(error):
-            self._rearranger.finish(self.setting)
+            self._rearranger.finish()
         self._stack.close()
 
     def run(self, steps: int) -> None:

@@ -31,6 +31,8 @@ from ubatch.schedules import SERIAL
 
 WINDOW = 8
 """Batches that placements are planned for; none of them is measured."""
+_SHORT = 8
+"""Tokens of a step that only moves experts."""
 _NEAR = 0.02
 """How near a layer's balancedness comes to the one that was asked for."""
 _TRIES = 5_000
@@ -83,10 +85,11 @@ class Rearranger:
         UBatchError: the runner was made without `enable_eplb`.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, link: EmulatedLink) -> None:
         if runner.mover is None:
             raise UBatchError("the runner cannot move experts: it was made without enable_eplb.")
-        self._runner, self.mover, self.number = runner, runner.mover, 0
+        self._runner, self._link = runner, link
+        self.mover, self.number = runner.mover, 0
 
     def begin(self, placement: ExpertPlacement, layers: Sequence[int] | None = None) -> None:
         """Order a placement; steps bring it about."""
@@ -102,11 +105,12 @@ class Rearranger:
         finally:
             self._runner.mover = self.mover
 
-    def finish(self, setting: StepSetting) -> None:
-        """Step until all experts are in their places."""
-        while self.mover.busy:
-            setting.step(SERIAL)
-        self.news()
+    def finish(self) -> list[MoveNews]:
+        """Run short steps until all experts are in their places; what has moved since `news`."""
+        with open_batch(self._runner, [[0] * _SHORT], self._link) as short:
+            while self.mover.busy:
+                short.step(SERIAL)
+        return self.news()
 
     def news(self) -> list[MoveNews]:
         """What has moved since the last call.
@@ -185,9 +189,9 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
         for number, mlp in enumerate(sparse_layers(perfect)):
             mlp.router = UniformRouter(mlp.router, plain.config.num_experts, number)
         window = np.sum([loads_of_batch(batch) for batch in range(1, 1 + WINDOW)], axis=0)
-        rearranger = Rearranger(balanced)
+        rearranger = Rearranger(balanced, link)
         rearranger.begin(plan_placement(window, placement_of(settings["with"])))
-        rearranger.finish(settings["with"])
+        rearranger.finish()
         loads = {name: loads_of(each) for name, each in settings.items()}
         yield SkewedModels(settings, loads, link, rearranger, biases)
 
