@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe.placement import MOST_ROWS, Ints
 from ubatch import ForwardMode, get_forward_context
-from ubatch.kernels import calls_c, compile_c, kernel_of
+from ubatch.kernels import compile_c, kernel_of, this_thread, why_not_c
 
 LayerLoad = tuple[Tensor, Tensor]
 """Tokens of each expert of one layer, `[E]` int64: in prefill steps, and in decode steps."""
@@ -104,7 +104,9 @@ def map_and_count(topk_ids: Tensor, expert_map: ExpertMap | None, load: LayerLoa
         from moe.kernels import expert_map as triton_kernel
 
         return triton_kernel.map_and_count(topk_ids, experts, mapping, counts)
-    if not topk_ids.is_cpu or not calls_c():
+    own_modes = 0 if this_thread.recording is None else 1  # as `runs_in_c`, without a call per layer
+    watched = torch._C._len_torch_dispatch_stack() > own_modes or torch.compiler.is_compiling()
+    if watched or not topk_ids.is_cpu or why_not_c() is not None:
         return reference_map_and_count(topk_ids, experts, mapping, counts)
     ids = topk_ids if topk_ids.is_contiguous() else topk_ids.contiguous()
     slots = topk_ids if mapping is None else torch.empty_like(ids)

@@ -2,6 +2,7 @@
 
 exchange    who sends which slot's weights to whom, and in which pieces
 slots       the weights of a rank's slots, as bytes
+carrier     carries one layer at a time into a staging buffer, and from there into slots
 mover       brings the experts to a new placement, one layer after the other
 """
 

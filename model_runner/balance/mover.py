@@ -25,30 +25,27 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from model_runner.balance.exchange import ALIGNMENT, Ints, Stream, pieces_of, room_of, rounds_of, streams_of
+from model_runner.balance.carrier import Carrier, ChannelLost, Layer
 from model_runner.balance.slots import SlotStore
 from moe import EmulatedLink, ExpertMap, ExpertPlacement, FusedExperts, FusedMoEModularKernel
 from moe.balance import EplbConfig, with_layers
-from ubatch import CommGroup, ConfigError
-from ubatch.ranks import SideChannel
+from ubatch import CommGroup, ConfigError, UBatchError
 from ubatch.streams import StreamBackend, make_streams
 
 _logger = logging.getLogger(__name__)
 
 _STATES = 16
 """A vote carries `number * _STATES + state`."""
-_SUM_BYTES = ALIGNMENT
-_MIXES = 6_364_136_223_846_793_005
 _GPU_STEPS = 4
 """Steps of a round on a GPU: its copies to and from the host end in later ones."""
 _AWAY_S = 1.0
@@ -94,28 +91,6 @@ class _Order:
     given_up: bool = False
 
 
-@dataclass
-class _Layer:
-    """The exchange of one layer.
-
-    Attributes:
-        work: goes on with the exchange; yields where something has to be waited for, and once in every round.
-        arriving: this rank's slots that change, in the order in which they lie in staging.
-        table: this rank's next dispatch table, int32 on the device.
-        num_bytes: between all ranks.
-        rounds: those that have arrived.
-        staged: whether all has arrived, and is right.
-    """
-
-    number: int
-    arriving: list[int]
-    table: Tensor
-    num_bytes: int
-    work: Iterator[None] = field(init=False)
-    rounds: int = 0
-    staged: bool = False
-
-
 class Mover:
     """The experts of one rank, which change places with those of others. Every rank of the group must make it.
 
@@ -154,8 +129,7 @@ class Mover:
         timeout_s: float = 60.0,
     ) -> None:
         self.placement = placement
-        self._rank, self._device = group.rank, device
-        self._budget, self._checksums, self._timeout_s = bytes_per_step, checksums, timeout_s
+        self._group, self._connection, self._timeout_s = group, group.usable_connection(), timeout_s
         self._slots = SlotStore([_experts_of(kernel) for kernel in kernels])
         if group.least(self._slots.layout) != -group.least(-self._slots.layout):
             raise ConfigError(
@@ -165,32 +139,14 @@ class Mover:
         self._maps: list[ExpertMap] = []
         for number, kernel in enumerate(kernels):
             if kernel.expert_map is None:
-                kernel.expert_map = ExpertMap(placement.dispatch_table(number, self._rank), device)
+                kernel.expert_map = ExpertMap(placement.dispatch_table(number, group.rank), device)
             self._maps.append(kernel.expert_map)
-        self._channel = SideChannel(group, None if link is None else link.beside)
-        room = room_of(bytes_per_step, group.size)
-        most = max((count * size for count, size in zip(self._slots.slots, self._slots.slot_bytes, strict=True)))
-        pinned = device.type == "cuda"
-        self._staging = torch.empty(most, dtype=torch.uint8, device=device)
-        self._out, self._into = (torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(2))
-        self._away, self._home = self._out, self._into  # on the host
-        if device.type != "cpu":
-            self._away, self._home = (torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
-        self._weights = 2 * torch.arange(-(-room // ALIGNMENT), dtype=torch.int64, device=device) + 1
-        self._products = torch.empty_like(self._weights)
-        self.expert_bytes = max(self._slots.slot_bytes)
-        self.staging_bytes = most + 4 * room
-        self._sums = torch.zeros(2, group.size, dtype=torch.int64, device=device)  # of what is sent, and received
-        self._wrong = torch.zeros(1, dtype=torch.bool, device=device)
-        self._wrong_home = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
-
-        self._streams = make_streams(device) if streams is None else streams
-        self._side = self._streams.new_stream()
-        self._switched, self._gathered, self._landed = (self._streams.new_event() for _ in range(3))
-        self._switched.record(self._streams.current())
+        how = make_streams(device) if streams is None else streams
+        self._carrier = Carrier(self._slots, group, device, link, how, bytes_per_step, checksums=checksums)
+        self.expert_bytes, self.staging_bytes = max(self._slots.slot_bytes), self._carrier.nbytes
 
         self._orders: deque[_Order] = deque()
-        self._layer: _Layer | None = None
+        self._layer: Layer | None = None
         self._failed = MoveState.NONE  # why the current order failed here
         self._lost = False  # whether the channel has failed
         self._given_up = 0
@@ -224,7 +180,13 @@ class Mover:
             self._news.append(MoveNews(number, over=True))
 
     def tell(self) -> int:
-        """Go on, without waiting, and say how far this rank is: `Offer.moving` of the next vote."""
+        """Go on, without waiting, and say how far this rank is: `Offer.moving` of the next vote.
+
+        Raises:
+            GroupBroken: a rank failed since the group's last `reset()`.
+            UBatchError: it failed while ranks switched, so that they have different placements.
+        """
+        self._follow_group()
         if not self._orders:
             return 0
         if not self._failed:
@@ -260,7 +222,7 @@ class Mover:
     def _order(self) -> _Order | None:
         return next((order for order in self._orders if not order.given_up), None)
 
-    # -- the exchange -------------------------------------------------------------------------------------------
+    # -- on this rank -------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
         if self._lost:
@@ -268,27 +230,42 @@ class Mover:
             return
         head = self._orders[0]
         if self._layer is None:
-            self._layer = self._begin_layer(head)
+            self._layer = self._carrier.load(head.layers[0], self.placement, head.placement)
+            self._rounds = -1
         layer = self._layer
         if layer.staged and not head.given_up:
             return
         try:
-            over = layer.staged or next(layer.work, self) is self
-        except RuntimeError as error:
+            over = layer.staged or self._carrier.go_on(layer)
+        except ChannelLost as error:
             _logger.error("experts cannot be moved any more until the engines start again: %s", error)
             self._lost, self._failed, self._layer = True, MoveState.TRANSPORT, None
             return
         if over and head.given_up:
             self._orders.popleft()
             self._layer = None
-        elif over and bool(self._wrong_home):
+        elif over and not self._carrier.is_right():
             self._failed = MoveState.CHECKSUM
         elif over:
             layer.staged = True
         if self._order is not None:
             self._watch_time(layer)
 
-    def _watch_time(self, layer: _Layer) -> None:
+    def _follow_group(self) -> None:
+        """After the group's `reset`: orders are dropped, and the channel is made anew."""
+        connection = self._group.usable_connection()
+        if connection is self._connection:
+            return
+        placed = zlib.crc32(self.placement.experts.tobytes())
+        if self._group.least(placed) != -self._group.least(-placed):
+            raise UBatchError("a rank failed while experts switched: the ranks have different placements. Load anew.")
+        self._carrier.connect(self._group)
+        self._connection, self._layer, self._lost, self._failed = connection, None, False, MoveState.NONE
+        dropped, self._orders = self._orders, deque()
+        name = MoveState.TRANSPORT.name.lower()
+        self._news += [MoveNews(order.number, over=True, failure=name) for order in dropped if not order.given_up]
+
+    def _watch_time(self, layer: Layer) -> None:
         now = time.monotonic()
         self._idle_s += min(now - self._seen, _AWAY_S)
         self._seen = now
@@ -297,120 +274,16 @@ class Mover:
         if self._idle_s > self._timeout_s and not self._failed:
             self._failed = MoveState.TIMEOUT
 
-    def _begin_layer(self, order: _Order) -> _Layer:
-        number = order.layers[0]
-        streams = streams_of(self.placement, order.placement, number)
-        each = self._slots.slot_bytes[number] + _SUM_BYTES
-        totals = np.array([[len(stream) * each for stream in row] for row in streams])
-        arriving = [slot for row in streams for _, slot in row[self._rank]]
-        num_bytes = int(totals.sum() - totals.trace())
-        table = torch.from_numpy(order.placement.dispatch_table(number, self._rank)).int()
-        with self._beside():
-            self._switched.wait(self._side)  # what is gathered is the placement in force, and staging is free
-            layer = _Layer(number, arriving, table.to(self._device), num_bytes)
-            self._sums.zero_()
-            self._wrong.zero_()
-            self._landed.record(self._side)
-        layer.work = self._exchange(layer, streams, totals)
-        self._rounds = -1
-        return layer
-
-    def _exchange(self, layer: _Layer, streams: list[list[Stream]], totals: Ints) -> Iterator[None]:
-        """Yields where it would have to wait, and after each round's launch."""
-        own = self._rank
-        leaving, coming = streams[own], [row[own] for row in streams]
-        first = [sum(map(len, coming[:rank])) for rank in range(len(coming))]  # of each sender, in staging
-        for starts, sizes in rounds_of(totals, self._budget):
-            with self._beside():
-                self._gather(layer.number, leaving, starts[own], sizes[own])
-            while not self._gathered.query():
-                yield
-            sent, received = sizes[own].tolist(), sizes[:, own].tolist()
-            transfer = self._channel.launch(f"experts of layer {layer.number}", self._away, self._home, sent, received)
-            yield
-            while not transfer.done():
-                yield
-            transfer.wait()
-            with self._beside():
-                self._land(layer.number, first, starts[:, own], sizes[:, own])
-            while not self._landed.query():
-                yield
-            layer.rounds += 1
-
-    def _gather(self, layer: int, streams: Sequence[Stream], starts: Ints, sizes: Ints) -> None:
-        """Put this rank's pieces of a round together."""
-        body, place = self._slots.slot_bytes[layer], 0
-        for receiver, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
-            for item, first, last in pieces_of(start, size, body + _SUM_BYTES):
-                if first < body:
-                    piece = self._out[place : place + min(last, body) - first]
-                    self._slots.read(layer, streams[receiver][item][0], first, piece)
-                    self._mix(self._sums[0, receiver], piece)
-                if last > body:
-                    at = place + body - first
-                    self._out[at : at + _SUM_BYTES].view(torch.int64).copy_(self._sums[0, receiver])
-                    self._sums[0, receiver] = 0
-                place += last - first
-        if self._away is not self._out:
-            self._away[:place].copy_(self._out[:place], non_blocking=True)
-        self._gathered.record(self._side)
-
-    def _land(self, layer: int, firsts: Sequence[int], starts: Ints, sizes: Ints) -> None:
-        """Copy the pieces of a round that have arrived into staging."""
-        body, place = self._slots.slot_bytes[layer], 0
-        if self._home is not self._into:
-            total = int(sizes.sum())
-            self._into[:total].copy_(self._home[:total], non_blocking=True)
-        for sender, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
-            for item, first, last in pieces_of(start, size, body + _SUM_BYTES):
-                slot = (firsts[sender] + item) * body
-                if first < body:
-                    length = min(last, body) - first
-                    piece = self._staging[slot + first : slot + first + length]
-                    piece.copy_(self._into[place : place + length])
-                    self._mix(self._sums[1, sender], piece)
-                if last > body:
-                    at = place + body - first
-                    told = self._into[at : at + _SUM_BYTES].view(torch.int64)
-                    self._wrong |= told != self._sums[1, sender]
-                    self._sums[1, sender] = 0
-                place += last - first
-        self._wrong_home.copy_(self._wrong, non_blocking=True)
-        self._landed.record(self._side)
-
-    def _mix(self, total: Tensor, piece: Tensor) -> None:
-        """Add a piece to a checksum: changes with every word of it, and with their order."""
-        if self._checksums:
-            words = piece.view(torch.int64)
-            products = torch.mul(words, self._weights[: len(words)], out=self._products[: len(words)])
-            total.mul_(_MIXES).add_(products.sum())
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Use the side stream."""
-        outer = self._streams.current()
-        self._streams.set_current(self._side)
-        try:
-            yield
-        finally:
-            self._streams.set_current(outer)
-
     # -- together -----------------------------------------------------------------------------------------------
 
-    def _switch(self, order: _Order, layer: _Layer) -> None:
-        number, body = layer.number, self._slots.slot_bytes[layer.number]
-        current = self._streams.current()
-        self._landed.wait(current)
-        for place, slot in enumerate(layer.arriving):
-            self._slots.write(number, slot, self._staging[place * body : (place + 1) * body])
-        self._maps[number].replace(layer.table)
-        self._switched.record(current)
-        self.placement = with_layers(self.placement, order.placement, np.array([number]))
+    def _switch(self, order: _Order, layer: Layer) -> None:
+        self._carrier.unload(layer, self._maps[layer.number])
+        self.placement = with_layers(self.placement, order.placement, np.array([layer.number]))
         self._layer = None
         order.layers.popleft()
         if not order.layers:
             self._orders.popleft()
-        self._news.append(MoveNews(order.number, (number,), layer.num_bytes, over=not order.layers))
+        self._news.append(MoveNews(order.number, (layer.number,), layer.num_bytes, over=not order.layers))
 
     def _give_up(self, number: int, why: MoveState, rank: int) -> None:
         self._given_up, self._failed = number, MoveState.NONE

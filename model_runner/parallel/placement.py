@@ -53,9 +53,8 @@ def make_placement(
             f"the placement has {placement.num_slots} slots, but {redundant} redundant experts make "
             f"{default.num_slots}. Leave num_redundant_experts out: the placement has them."
         )
-    layers, of_ranks = range(placement.num_layers), range(num_ranks)
-    has_none = any(not len(placement.held(layer, rank)) for layer in layers for rank in of_ranks)
-    return placement.filled() if has_none else placement
+    firsts = placement.experts[:, :: placement.slots_per_rank]  # a rank's idle slots, which are negative, are its last
+    return placement.filled() if (firsts < 0).any() else placement
 
 
 def read_placement(

@@ -60,16 +60,15 @@ _PACKET_BYTES = 16 << 10
 class BesideWork:
     """Bytes that cross the link beside its transfers; see `ubatch.ranks.connection.Work`."""
 
-    def __init__(self, link: EmulatedLink, left_s: Sequence[float]) -> None:
-        self._link = link
-        self.launched = link.now()
+    def __init__(self, go_on: Callable[[], float], left_s: Sequence[float]) -> None:
+        self._go_on = go_on  # lets the link send what it can by now; returns the time
+        self.launched = self.arrives = go_on()
         self.left_s = list(left_s)
-        self.arrives = self.launched
 
     def is_completed(self) -> bool:
         """Whether the last packet has arrived."""
-        self._link.go_on()
-        return not any(self.left_s) and self._link.now() >= self.arrives
+        now = self._go_on()
+        return not any(self.left_s) and now >= self.arrives
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the last packet has arrived; False if it has not within `timeout`."""
@@ -191,23 +190,21 @@ class EmulatedLink:
     def beside(self, bytes_sent: int, bytes_received: int) -> BesideWork:
         """Put bytes on the link that give way to all transfers, also to later ones. Statistics do not count them."""
         sizes = (0, 0) if self._at_once else (bytes_sent, bytes_received)
-        work = BesideWork(self, [size / self.bytes_per_s for size in sizes])
+        work = BesideWork(self._go_on_now, [size / self.bytes_per_s for size in sizes])
         with self._lock:
             for direction in (self._send, self._receive):
                 if work.left_s[direction.number]:
                     direction.beside.append(work)
         return work
 
-    def now(self) -> float:
-        """The link's time, seconds."""
-        return self._clock()
-
-    def go_on(self) -> None:
-        """Send the packets of what gives way that have begun by now."""
+    def _go_on_now(self) -> float:
         with self._lock:
-            self._go_on(self._clock())
+            now = self._clock()
+            self._go_on(now)
+        return now
 
     def _go_on(self, now: float) -> None:
+        """Send the packets of what gives way that have begun by now."""
         for direction in (self._send, self._receive):
             direction.go_on(now, _PACKET_BYTES / self.bytes_per_s, self.latency_s)
 

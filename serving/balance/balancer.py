@@ -1,7 +1,8 @@
 """When experts change places, and to where: `--enable-eplb`, in the process that has all ranks' loads.
 
     counted     ranks have told their loads: is it time, or has balancedness fallen?
-    plan        in a thread: a placement for the last window, if it pays (`moe.balance.decide`)
+    plan        in a thread: a placement for the last window, if it pays (`moe.balance.decide`); after a fall, for what
+                has come since, and again with more of it if it does not pay yet
     send        the order goes to all ranks, which move while they step
     moved       layer by layer the ranks have switched; or they have given up, and experts stay where they are
     restarted   engines that were started again have their first placement: they are sent the one that was in force

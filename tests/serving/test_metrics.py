@@ -70,6 +70,7 @@ RESTARTED = {
     "ubatch:requests_poisonous",
 }
 BALANCE = {"ubatch:eplb_balancedness", "ubatch:eplb_rank_tokens", "ubatch:eplb_window_steps"}
+MOVES = {f"ubatch:eplb_{name}" for name in ("rearrangements", "moves_failed", "layers_moved", "bytes_moved", "moving")}
 DASHBOARDS = ROOT / "tests" / "support" / "vllm_dashboards.txt"
 
 
@@ -127,7 +128,7 @@ def test_names_and_types() -> None:
         assert (families[metric.name].type, families[metric.name].documentation) == (metric.kind, metric.text)
     for page in (ROOT / "docs").glob("*.md"):
         for name in re.findall(r"`((?:vllm|ubatch):\w+)`", page.read_text(encoding="utf-8")):
-            known = {*families, CACHE, *RESTARTED, *BALANCE}
+            known = {*families, CACHE, *RESTARTED, *BALANCE, *MOVES}
             assert {name, name.removesuffix("_total")} & known, page
 
 
@@ -346,6 +347,7 @@ def test_the_page_about_metrics_has_all_of_them() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     told = {name for name in metrics.scrape() if not name.endswith("_created")}
+    told |= {name if name == "ubatch:eplb_moving" else f"{name}_total" for name in MOVES}  # tests/serving/balance
     assert set(re.findall(r"`([a-z0-9_:]+)`", "".join(rows))) == told
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from published_eplb import published_placement
 from repository import ROOT
 
 from moe.balance import arrivals, mean_balancedness, plan_placement, read_loads
 from moe.balance.packing import pack, replicate
 from moe.placement import ExpertPlacement, Floats
+from serving.workbench.planning.published_eplb import published_placement
 
 EXAMPLES = ROOT / "examples" / "expert_loads"
 RANKS = (16, 32, 64)

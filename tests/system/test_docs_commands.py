@@ -17,6 +17,7 @@ from document_shell import PORT, Shell, stand_in_programs
 from documents import DOCUMENTS, Command, Section, sections, unbound_names
 from repository import ROOT
 
+from moe import ExpertPlacement
 from serving import cli
 
 NOT_RUN: Mapping[str, str] = {
@@ -80,6 +81,7 @@ def test_the_command_exists_and_takes_these_flags(
     monkeypatch.chdir(folder)
     write_files(section, folder)
     shutil.copy(ROOT / "examples" / "dbo.yaml", folder / "dbo.yaml")
+    ExpertPlacement.default(num_layers=4, num_experts=8, num_ranks=8).save(folder / "placement.yaml")
     (folder / "cluster-secret").write_text(secrets.token_hex(32))
     (folder / "cluster-secret").chmod(0o600)
     program, *words = settled(text, monkeypatch)

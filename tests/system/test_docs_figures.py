@@ -395,6 +395,12 @@ NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
         *("one launch", "A gate is 5 points", "says from the first what the second takes: 5%"),
         *("| prefill, EP 32", "| decode, EP 72", "| verify, EP 72", "`overlap.json` |", "`overlap-ratios.json` |"),
         *("1.1% in decode", "without those 12.4%", "62,713 tokens/s", "+44 to +54% for prefill"),
+        *("A gate is 5% of the throughput", "| SGLang ", "| ATOM ", "and 59,337 has perfect balance"),
+    ),
+    "expert-balance.md": (
+        "rank that has 20% fewer tokens",
+        "10% less, beyond what chance does",
+        "void if perfect balance gains",
     ),
     "speculation.md": ("| accepted at place",),
     "tuning.md": (
@@ -416,7 +422,7 @@ COMPARED = (
         "| link | against serial |",
     ),
     *("| link | load | serial |", "| `--enable-dbo` over |", "| the link changes |"),
-    *("| decode, ms |", "| prefill, ms |"),
+    *("| decode, ms |", "| prefill, ms |", "| loads | ranks |", "| what | asked | measured |"),
 )
 
 

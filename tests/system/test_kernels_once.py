@@ -55,6 +55,20 @@ def layer() -> tuple[Tensor, Tensor]:
     return there(experts, 2 * intermediate, hidden) / hidden**0.5, there(experts, hidden, intermediate) / 4
 
 
+@launches("map_and_count")
+def slots_of_experts() -> None:
+    from moe.expert_map import reference_map_and_count
+    from moe.kernels import expert_map
+
+    ids = torch.tensor([[0, 2], [1, -1], [2, 0]])
+    table, turns = torch.tensor([[0, 1, 3, -1], [2, 1, 3, -1]], dtype=torch.int32), torch.tensor([2])
+    expected, counts = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    slots = reference_map_and_count(ids, 3, (table, turns), expected)
+    found = expert_map.map_and_count(ids.to(DEVICE), 3, (table.to(DEVICE), turns.to(DEVICE)), counts)
+    assert found.tolist() == slots.tolist()
+    assert counts.tolist() == expected.tolist()
+
+
 @launches("count", "place", "grouped_gemm", "sum")
 def experts_of_tokens() -> None:
     from moe.kernels import align

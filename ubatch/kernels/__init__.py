@@ -17,7 +17,7 @@ from ubatch.kernels.candidates import Chosen, Launches, best_times, fastest, mea
 from ubatch.kernels.choices import choice, remember_choices
 from ubatch.kernels.recording import Rebinds, Recording, this_thread
 from ubatch.kernels.sums import add, add_bias, to_float
-from ubatch.kernels.tensors import calls_c, rows_contiguous, runs_in_c
+from ubatch.kernels.tensors import rows_contiguous, runs_in_c
 
 __all__ = [
     "OFF_VARIABLE",
@@ -30,7 +30,6 @@ __all__ = [
     "add_bias",
     "autotune",
     "best_times",
-    "calls_c",
     "choice",
     "compile_c",
     "fastest",

@@ -31,10 +31,3 @@ def runs_in_c(x: Tensor, *others: Tensor) -> bool:
         if not each.is_cpu or each.dtype is not dtype or (wants_gradients and each.requires_grad):
             return False
     return True
-
-
-def calls_c() -> bool:
-    """Whether a kernel in C may compute in place of torch's operators, with integers on the CPU; see `runs_in_c`."""
-    own_modes = 0 if this_thread.recording is None else 1  # not by a call: `runs_in_c` is called ten times per layer
-    watched = torch._C._len_torch_dispatch_stack() > own_modes or torch.compiler.is_compiling()
-    return not watched and why_not_c() is None

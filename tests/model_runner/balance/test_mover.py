@@ -22,7 +22,7 @@ from moe import (
     make_experts,
 )
 from ranks import on_ranks
-from ubatch import CommGroup, ConfigError, Offer, Wish
+from ubatch import CommGroup, ConfigError, Offer, PeerFailed, UBatchError, Wish
 
 LAYERS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 2, 16, 24, 2, 20
 
@@ -196,15 +196,16 @@ def test_a_wrong_checksum_leaves_experts_where_they_are(rank: int, group: CommGr
     start, rng = ExpertPlacement.default(LAYERS, 6, 2), random.Random(1)
     model = Model(group, start)
     mover = Mover(model.kernels, start, group, torch.device("cpu"), bytes_per_step=3000)
-    land, landed = mover._land, []
+    carrier = mover._carrier
+    land, landed = carrier._land, []
 
     def corrupt(*args: object) -> None:
         landed.append(1)
         if rank == 1 and len(landed) == 2:
-            mover._into[7] ^= 1
+            carrier._into[7] ^= 1
         land(*args)  # type: ignore[arg-type]
 
-    mover._land = corrupt  # type: ignore[method-assign]
+    carrier._land = corrupt  # type: ignore[method-assign]
     wanted = random_placement(rng, 6, 2, 0)
     mover.begin(1, wanted)
     news = until_over(group, mover, model)
@@ -257,7 +258,7 @@ def test_a_lost_channel_is_said_once_and_steps_go_on(rank: int, group: CommGroup
         def fail(*_: object) -> None:
             raise RuntimeError("the other end is gone")
 
-        mover._channel.launch = fail  # type: ignore[method-assign, assignment]
+        mover._carrier._channel.launch = fail  # type: ignore[method-assign, assignment]
     for number in (1, 2):
         mover.begin(number, random_placement(rng, 6, 2, 0))
         assert until_over(group, mover, model) == [MoveNews(number, over=True, failure="transport")]
@@ -296,3 +297,37 @@ def test_moves_give_way_on_an_emulated_link(rank: int, group: CommGroup) -> None
     moved = sum(each.num_bytes for each in news)
     assert moved > 0
     assert time.monotonic() - begun >= moved / 2 / 200e3
+
+
+@pytest.mark.ranks
+@on_ranks(2)
+def test_after_a_failed_step_experts_are_where_they_were(rank: int, group: CommGroup) -> None:
+    """Orders under way are dropped with the group's old connection; later ones move experts again."""
+    start, rng = ExpertPlacement.default(LAYERS, 6, 2), random.Random(6)
+    model = Model(group, start)
+    mover = Mover(model.kernels, start, group, torch.device("cpu"), bytes_per_step=1000)
+    mover.begin(1, random_placement(rng, 6, 2, 0))
+    for _ in range(3):
+        vote(group, mover)
+    tell = mover.tell
+    if rank == 1:
+        mover.tell = lambda: 1 // 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError if rank == 1 else PeerFailed):
+        vote(group, mover)
+    mover.tell = tell  # type: ignore[method-assign]
+    group.reset()
+    vote(group, mover)
+    assert mover.take_news() == [MoveNews(1, over=True, failure="transport")]
+    model.check(1)
+    wanted = random_placement(rng, 6, 2, 0)
+    mover.begin(2, wanted)
+    assert not until_over(group, mover, model)[-1].failure
+    assert mover.placement == wanted
+    model.check(2)
+    if rank == 1:
+        mover.placement = start  # as if it had switched alone
+    with group.step():
+        group.vote(Offer(Wish.IDLE, (0,), 1))
+    group.reset()
+    with pytest.raises(UBatchError, match="different placements"):
+        mover.tell()

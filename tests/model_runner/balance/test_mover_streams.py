@@ -27,7 +27,8 @@ def test_moves_are_ordered_after_steps_and_steps_after_switches(rank: int, group
     start, streams = ExpertPlacement.default(LAYERS, 6, 2), FakeStreams()
     model = Model(group, start)
     mover = Mover(model.kernels, start, group, torch.device("cpu"), streams=streams, bytes_per_step=3000)
-    read, write, launch, land = mover._slots.read, mover._slots.write, mover._channel.launch, mover._land
+    carrier, slots = mover._carrier, mover._slots
+    read, write, launch, land = slots.read, slots.write, carrier._channel.launch, carrier._land
     replace, gathered = ExpertMap.replace, list[Operation]()
 
     def gather(layer: int, slot: int, first: int, into: Tensor) -> None:
@@ -50,8 +51,8 @@ def test_moves_are_ordered_after_steps_and_steps_after_switches(rank: int, group
         streams.work("map", writes=["map"])
         replace(self, table)
 
-    mover._slots.read, mover._slots.write = gather, switch  # type: ignore[method-assign]
-    mover._channel.launch, mover._land = send, landed  # type: ignore[method-assign]
+    slots.read, slots.write = gather, switch  # type: ignore[method-assign]
+    carrier._channel.launch, carrier._land = send, landed  # type: ignore[method-assign]
     ExpertMap.replace = mapped  # type: ignore[method-assign]
     rng, votes, queued = random.Random(3), 0, dict[Operation, int]()
     for number in (1, 2):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_mains import tiny, tokens_of, wait_for
+from engine_mains import tiny, tokens_of, two_nodes, wait_for
 from engine_served import Served
 
 from model_runner import SamplingParams
@@ -96,6 +96,25 @@ def test_tensor_parallel_ranks_move_together() -> None:
 
     served.run(scenario())
     served.close()
+
+
+def test_ranks_of_two_nodes_move() -> None:
+    config = EplbConfig(window_size=20, step_interval=10**9, balancedness_fall=0.0, move_bytes_per_step=300_000)
+
+    async def scenario() -> None:
+        async with two_nodes(expert_parallel=True, enable_eplb=True, eplb_config=config) as (client, _):
+            assert client.balancer is not None
+            assert client.loads is not None
+            first = await all_tokens(client, "a")
+            running = asyncio.create_task(all_tokens(client, "b"))
+            wanted = shuffled(client.loads.placement)
+            client.balancer.begin(wanted, range(4), MoveReason.INTERVAL)
+            assert await running == first
+            assert await wait_for(lambda: not client.balancer.moving)
+            assert client.loads.placement == wanted
+            assert await all_tokens(client, "c") == first
+
+    asyncio.run(scenario())
 
 
 def test_a_placement_outlives_the_engines() -> None:

@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {"dbo": LANES, "drafts": True},
     "tensor parallel": {"dbo": OFF, "tensor_parallel_size": 2},
     "little memory": {"dbo": OFF, "num_kv_blocks": 24},
+    "four ranks": {"ranks": 4, "dbo": LANES, "redundant": 3},
+    "two replicas of two ranks": {"ranks": 4, "dbo": LANES, "tensor_parallel_size": 2},
 }
 
 
@@ -93,7 +95,7 @@ def serve(
 
 
 def on_a_rank(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
-    case = dict(CASES[name])
+    case = {key: value for key, value in CASES[name].items() if key != "ranks"}
     size, redundant = case.get("tensor_parallel_size", 1), case.pop("redundant", 0)
     group = CommGroup.from_process_group(timeout_s=20)
     own = rank // size
@@ -119,7 +121,8 @@ def on_a_rank(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_the_same_while_experts_move(name: str) -> None:
-    for same, steps, switched, retracted, hits, recorded in run_ranks(on_a_rank, 2, name, timeout_s=150):
+    ranks = CASES[name].get("ranks", 2)
+    for same, steps, switched, retracted, hits, recorded in run_ranks(on_a_rank, ranks, name, timeout_s=150):
         assert same
         assert switched >= 4
         dbo = CASES[name]["dbo"]

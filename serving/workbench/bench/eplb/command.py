@@ -92,7 +92,9 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
     Part.SAME: lambda models, options: compare_tokens(models, options.new_tokens),
     Part.PREDICT: lambda models, options: measure_predictions(models, options.rounds),
     Part.COUNTING: lambda models, options: measure_counting(models, options.rounds),
-    Part.SHIFT: lambda models, options: measure_shifts(models, options.eplb, min(options.shifts, options.rounds)),
+    Part.SHIFT: lambda models, options: measure_shifts(
+        models, options.eplb, options.balancedness, min(options.shifts, options.rounds)
+    ),
     Part.MOVING: lambda models, options: measure_moving(models, options.steps_while_moving, options.rounds),
 }
 
@@ -112,7 +114,7 @@ def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> dict[
     skew = Skew(options.balancedness, options.exponent)
     with open_skewed(rank, options, model, skew, options.eplb) as models:
         calibrate(models.settings["perfect"], 2, options.ratio)
-        for part in options.only:
+        for part in (part for part in Part if part in options.only):  # the last ones leave experts elsewhere
             results[str(part)] = _MEASURES[part](models, options)
             if rank == 0:
                 results[str(part)].print()

@@ -101,7 +101,7 @@ def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> Moving
             found[name] += run(count, name == "moving")
         for name, times in found.items():
             blocks[name].append(times)
-    rearranger.finish(setting)
+    rearranger.finish()
     return _result({name: _slowest(of) for name, of in blocks.items()}, rearrangements, moved)
 
 

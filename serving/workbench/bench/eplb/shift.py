@@ -1,8 +1,9 @@
 """How soon experts are balanced again when others become popular, while the ranks step.
 
 The server's own balancer decides from counted loads, and the runners move; only the processes between are left out.
-Popularity is dealt out anew in every layer: `set_biases` in the middle of running steps. A shift is over when the
-placement in force is `GOOD` times as balanced for the new loads as the best one, the mean over the layers.
+Popularity is dealt out anew in every layer, in the middle of running steps, and so that the placement in force is as
+skewed as that by ids was. A shift is over when the placement in force is `GOOD` times as balanced for the new loads as
+the best one, the mean over the layers.
 
     interval   plans every `step_interval` steps, early ones off; shifts come at different times between two plans
     early      plans when balancedness has fallen, too
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,9 +24,15 @@ from moe import ExpertPlacement
 from moe.balance import EplbConfig, Floats, part_steps, plan_placement
 from serving.balance.balancer import Balancer
 from serving.balance.load_book import LoadBook
-from serving.workbench.bench.eplb.skewed import SkewedModels, loads_of, placement_of, set_biases
+from serving.workbench.bench.eplb.skewed import (
+    SkewedModels,
+    loads_of,
+    open_batch,
+    placement_of,
+    set_biases,
+    skewed_order,
+)
 from serving.workbench.bench.statistics import table
-from serving.workbench.bench.step_setting import StepSetting, prefill_batch
 from ubatch import UBatchError
 from ubatch.schedules import SERIAL
 
@@ -69,14 +77,14 @@ class ShiftResult:
         print(table(head, rows))
 
 
-def measure_shifts(models: SkewedModels, config: EplbConfig, shifts: int) -> ShiftResult:
+def measure_shifts(models: SkewedModels, config: EplbConfig, balancedness: float, shifts: int) -> ShiftResult:
     """Shift popularity again and again. Every rank calls it; all get the same.
 
     Args:
         config: with window and interval.
+        balancedness: right after a shift.
         shifts: in each mode.
     """
-    biases = models.biases
     interval, window = config.step_interval, config.window_size
     most = {"interval": interval + window, "early": 2 * window}
     random = np.random.default_rng(0)
@@ -87,10 +95,11 @@ def measure_shifts(models: SkewedModels, config: EplbConfig, shifts: int) -> Shi
             found[mode] = []
             for number in range(shifts):
                 server.run(window + number * interval // shifts)
-                order = random.permuted(np.tile(np.arange(biases.shape[1]), (len(biases), 1)), axis=1)
-                set_biases(server.setting.runner, biases.gather(1, torch.from_numpy(order)))
+                placement = placement_of(server.setting)
+                order = skewed_order(models.loads["without"], placement, balancedness, random)
+                set_biases(server.setting.runner, models.biases.gather(1, order))
                 found[mode].append(server.recover(2 * limit))
-    set_biases(models.settings["with"].runner, biases)
+    set_biases(models.settings["with"].runner, models.biases)
     return ShiftResult(window, interval, most, found)
 
 
@@ -98,12 +107,12 @@ class _Server:
     """The ranks step and tell their loads; rank 0 plans."""
 
     def __init__(self, models: SkewedModels, config: EplbConfig) -> None:
-        self._models, self._rearranger = models, models.rearranger
+        self._rearranger, self._stack = models.rearranger, ExitStack()
         runner = models.settings["with"].runner
         generator = torch.Generator().manual_seed(dist.get_rank())
         size = len(models.settings["with"].batch.shares), _TOKENS
         prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
-        self.setting = StepSetting(runner, prefill_batch(runner, prompts), models.link)
+        self.setting = self._stack.enter_context(open_batch(runner, prompts, models.link))
         self._part, self._step = part_steps(config.window_size), 0
         self._loop = asyncio.new_event_loop()
         self._orders: list[tuple[ExpertPlacement, Sequence[int]]] = []
@@ -120,9 +129,9 @@ class _Server:
         self._balancer.close()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
-        self.setting.close()
-        for share in self.setting.batch.shares:
-            self.setting.runner.release(share.request)
+        if not any(error):
+            self._rearranger.finish()
+        self._stack.close()
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

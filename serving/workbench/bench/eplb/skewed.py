@@ -24,16 +24,18 @@ from torch import Tensor, nn
 from model_runner import ModelRunner
 from model_runner.balance import MoveNews
 from moe import EmulatedLink, ExpertPlacement, FusedMoEModularKernel, Router
-from moe.balance import EplbConfig, Floats, Ints, plan_placement
+from moe.balance import EplbConfig, Floats, plan_placement
 from serving.workbench.bench.step_setting import StepOptions, StepSetting, prefill_batch
 from ubatch import CommGroup, UBatchConfig, UBatchError
 from ubatch.schedules import SERIAL
 
 WINDOW = 8
 """Batches that placements are planned for; none of them is measured."""
+_SHORT = 8
+"""Tokens of a step that only moves experts."""
 _NEAR = 0.02
 """How near a layer's balancedness comes to the one that was asked for."""
-_TRIES = 10_000
+_TRIES = 5_000
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ class Rearranger:
         UBatchError: the runner was made without `enable_eplb`.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, link: EmulatedLink) -> None:
         if runner.mover is None:
             raise UBatchError("the runner cannot move experts: it was made without enable_eplb.")
-        self._runner, self.mover, self.number = runner, runner.mover, 0
+        self._runner, self._link = runner, link
+        self.mover, self.number = runner.mover, 0
 
     def begin(self, placement: ExpertPlacement, layers: Sequence[int] | None = None) -> None:
         """Order a placement; steps bring it about."""
@@ -102,11 +105,12 @@ class Rearranger:
         finally:
             self._runner.mover = self.mover
 
-    def finish(self, setting: StepSetting) -> None:
-        """Step until all experts are in their places."""
-        while self.mover.busy:
-            setting.step(SERIAL)
-        self.news()
+    def finish(self) -> list[MoveNews]:
+        """Run short steps until all experts are in their places; what has moved since `news`."""
+        with open_batch(self._runner, [[0] * _SHORT], self._link) as short:
+            while self.mover.busy:
+                short.step(SERIAL)
+        return self.news()
 
     def news(self) -> list[MoveNews]:
         """What has moved since the last call.
@@ -168,27 +172,40 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
         def open_runner(**more: Any) -> ModelRunner:
             return stack.enter_context(ModelRunner(model, **given, **more))
 
-        def setting(runner: ModelRunner, batch: int = 0) -> StepSetting:
-            made = StepSetting(runner, prefill_batch(runner, prompts(batch)), link)
-            stack.callback(made.close)
-            return made
+        def setting(runner: ModelRunner) -> StepSetting:
+            return stack.enter_context(open_batch(runner, prompts(0), link))
+
+        def loads_of_batch(batch: int) -> Floats:
+            with open_batch(plain, prompts(batch), link) as other:
+                return loads_of(other)
 
         balanced = open_runner(enable_eplb=True, eplb_config=eplb)
         plain, perfect = (open_runner(experts_backend=balanced.experts_backend) for _ in range(2))
         vocabulary = plain.config.vocab_size
-        biases = _skewed_biases(plain, setting(plain), skew)
-        set_biases(plain, biases)
-        window = np.sum([loads_of(setting(plain, batch)) for batch in range(1, 1 + WINDOW)], axis=0)
-        for runner in (balanced, perfect):
+        settings = {"without": setting(plain), "with": setting(balanced), "perfect": setting(perfect)}
+        biases = _skewed_biases(plain, settings["without"], skew)
+        for runner in (plain, balanced, perfect):
             set_biases(runner, biases)
         for number, mlp in enumerate(sparse_layers(perfect)):
             mlp.router = UniformRouter(mlp.router, plain.config.num_experts, number)
-        settings = {"without": setting(plain), "with": setting(balanced), "perfect": setting(perfect)}
-        rearranger = Rearranger(balanced)
+        window = np.sum([loads_of_batch(batch) for batch in range(1, 1 + WINDOW)], axis=0)
+        rearranger = Rearranger(balanced, link)
         rearranger.begin(plan_placement(window, placement_of(settings["with"])))
-        rearranger.finish(settings["with"])
+        rearranger.finish()
         loads = {name: loads_of(each) for name, each in settings.items()}
         yield SkewedModels(settings, loads, link, rearranger, biases)
+
+
+@contextmanager
+def open_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]], link: EmulatedLink) -> Iterator[StepSetting]:
+    """Steps that prefill these prompts."""
+    setting = StepSetting(runner, prefill_batch(runner, prompts), link)
+    try:
+        yield setting
+    finally:
+        setting.close()
+        for share in setting.batch.shares:
+            runner.release(share.request)
 
 
 def placement_of(setting: StepSetting) -> ExpertPlacement:
@@ -225,10 +242,27 @@ def _skewed_biases(runner: ModelRunner, setting: StepSetting, skew: Skew) -> Ten
     popularity = -skew.exponent * torch.arange(1, runner.config.num_experts + 1).log()
     biases = torch.tensor(_logit_spread(runner, setting))[:, None] / 1.28 * popularity
     set_biases(runner, biases)
-    by_popularity = loads_of(setting)
-    random, ranks = np.random.default_rng(0), dist.get_world_size()
-    orders = [_order(loads, skew.balancedness, ranks, random) for loads in by_popularity]
-    return torch.stack([bias[torch.from_numpy(order)] for bias, order in zip(biases, orders, strict=True)])
+    order = skewed_order(loads_of(setting), placement_of(setting), skew.balancedness, np.random.default_rng(0))
+    return biases.gather(1, order)
+
+
+def skewed_order(loads: Floats, placement: ExpertPlacement, balancedness: float, random: np.random.Generator) -> Tensor:
+    """`[L, E]`: the expert whose popularity each is to have, so that every layer is as balanced as asked for.
+
+    Args:
+        loads: `[L, E]`.
+
+    Raises:
+        UBatchError: no order of many that were tried is.
+    """
+    orders = np.tile(np.arange(loads.shape[1]), (len(loads), 1))
+    for _ in range(_TRIES):
+        reached = placement.balancedness(np.take_along_axis(loads, orders, axis=1))
+        wrong = np.abs(reached - balancedness) > _NEAR
+        if not wrong.any():
+            return torch.from_numpy(orders)
+        orders[wrong] = random.permuted(orders[wrong], axis=1)
+    raise UBatchError(f"no order of {loads.shape[1]} experts has a balancedness of {balancedness:g}. Ask for another.")
 
 
 class _Spy:
@@ -254,20 +288,6 @@ def _logit_spread(runner: ModelRunner, setting: StepSetting) -> list[float]:
     spread = torch.tensor([spy.spread for spy in spies])
     dist.broadcast(spread, 0)
     return [float(each) for each in spread]
-
-
-def _order(loads: Floats, balancedness: float, ranks: int, random: np.random.Generator) -> Ints:
-    """The expert that takes the place of each of these, so that they are as balanced as asked for.
-
-    Raises:
-        UBatchError: no order of many that were tried is.
-    """
-    for _ in range(_TRIES):
-        order = random.permutation(len(loads))
-        of_ranks = loads[order].reshape(ranks, -1).sum(axis=1)
-        if abs(of_ranks.mean() / of_ranks.max() - balancedness) < _NEAR:
-            return order
-    raise UBatchError(f"no order of {len(loads)} experts has a balancedness of {balancedness:g}. Ask for another.")
 
 
 def loads_of(setting: StepSetting) -> Floats:
