@@ -30,8 +30,15 @@ def make_placement(
         given: a placement to use instead of the default one.
 
     Raises:
-        ConfigError: `given` is for another model, other ranks or other slots.
+        ConfigError: `given` is for another model, other ranks or other slots; or there are more redundant experts
+            than ranks have use for.
     """
+    most = num_experts * (num_ranks - 1)
+    if redundant > most:
+        raise ConfigError(
+            f"{redundant} redundant experts are too many: with {most}, each of {num_ranks} ranks holds all "
+            f"{num_experts} experts of a layer. Give at most {most}."
+        )
     default = ExpertPlacement.default(len(moe_layers), num_experts, num_ranks, redundant)
     placement = default if given is None else given
     for what, own, wanted in (

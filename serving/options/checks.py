@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from model_runner import ModelConfig, check_tensor_parallel
-from model_runner.parallel import LOCAL, check_schedules_by_name, read_placement
+from model_runner.parallel import LOCAL, check_schedules_by_name, make_placement, read_placement
 from model_runner.settings import beyond_full_attention
 from moe import check_all2all_options
 from moe.balance import EplbConfig
@@ -48,17 +48,20 @@ def place_experts(settings: Settings, model: ModelConfig) -> Settings:
     """Settings with the placement that `init_expert_location` names.
 
     Raises:
-        ConfigError: the file cannot be read, or is for other experts or ranks.
+        ConfigError: the file cannot be read, or is for other experts or ranks; or there are too many redundant experts.
     """
     path = settings["init_expert_location"]
-    if path is None or not model.num_experts:
+    if not model.num_experts or (path is None and not model.moe_layers):
         return settings
+    redundant = EplbConfig.of(settings["eplb_config"] or {}).num_redundant_experts
+    ranks = _num_processes(settings)
     try:
-        redundant = EplbConfig.of(settings["eplb_config"] or {}).num_redundant_experts
-        ranks = _num_processes(settings)
+        if path is None:
+            make_placement(model.num_experts, model.moe_layers, ranks, redundant)
+            return settings
         placement = read_placement(path, model.num_experts, model.num_layers, model.moe_layers, ranks, redundant)
     except ConfigError as error:
-        raise ConfigError(f"{settings.spell('init_expert_location')}: {error}") from error
+        raise ConfigError(f"{settings.spell('init_expert_location' if path else 'eplb_config')}: {error}") from error
     return replace(settings, placement=placement)
 
 

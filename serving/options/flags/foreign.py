@@ -79,8 +79,15 @@ FOREIGN: Mapping[str, str] = {
     # kernels and graphs
     "moe_runner_backend": "--moe-backend",
     **dict.fromkeys(("attention_config", "ac"), "--attention-backend"),
-    "eplb_window_size": "--eplb-config.window_size",
-    "eplb_step_interval": "--eplb-config.step_interval",
+    **dict.fromkeys(
+        ("eplb_window_size", "expert_distribution_recorder_buffer_size"), "--eplb-config.window_size, in steps"
+    ),
+    **dict.fromkeys(
+        ("eplb_step_interval", "eplb_rebalance_num_iterations"), "--eplb-config.step_interval, with --enable-eplb"
+    ),
+    "eplb_min_rebalancing_utilization_threshold": "--eplb-config.balancedness_fall",
+    "eplb_rebalance_layers_per_chunk": "--eplb-config.move_bytes_per_step",
+    "expert_distribution_recorder_mode": "--expert-load-out",
     "eplb_log_balancedness": "--eplb-config.log_balancedness",
     **dict.fromkeys(("num_redundant_experts", "ep_num_redundant_experts"), "--eplb-config.num_redundant_experts"),
     "kernel_config": "--moe-backend and --attention-backend",

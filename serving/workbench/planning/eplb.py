@@ -16,11 +16,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from model_runner.parallel import make_placement
 from moe import ExpertPlacement
 from moe.balance import arrivals, is_hierarchical, mean_balancedness, plan_placement, read_loads
 from serving.arguments.fields import Flag, Group
 from serving.workbench.bench.statistics import table
 from ubatch.errors import ConfigError
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+"""How the name of `--out` ends."""
 
 
 class Options(Group):
@@ -31,7 +35,7 @@ class Options(Group):
         Flag(positional=True, metavar="LOADS"),
         Field(description="tokens per expert, [steps, layers, experts], .npy or .json"),
     ]
-    ranks: Annotated[int | None, Field(ge=1, description="expert-parallel ranks")] = None
+    ranks: Annotated[int | None, Field(ge=1, le=1024, description="expert-parallel ranks")] = None
     redundant: Annotated[int, Field(ge=0, description="slots in addition to one per expert")] = 0
     nodes: Annotated[int, Field(ge=1, description="nodes of the ranks, equally many ranks on each")] = 1
     groups: Annotated[
@@ -55,6 +59,8 @@ def run(options: Options) -> int:
     if not loads.any():
         raise ConfigError(f"{options.loads}: there are no tokens to plan for.")
     in_force = _in_force(options, *loads.shape[1:])
+    if options.out is not None and options.out.suffix not in _SUFFIXES:
+        raise ConfigError(f"--out {options.out}: a placement's name ends with {' or '.join(_SUFFIXES)}.")
     half = len(loads) // 2
     past, future = (loads[:half], loads[half:]) if half else (loads, loads)
     planned = plan_placement(past, in_force, nodes=options.nodes, groups=options.groups)
@@ -78,7 +84,7 @@ def _in_force(options: Options, layers: int, experts: int) -> ExpertPlacement:
     if options.placement is None:
         if options.ranks is None:
             raise ConfigError("--ranks is missing: give it, or the placement in force with --placement.")
-        return ExpertPlacement.default(layers, experts, options.ranks, options.redundant)
+        return make_placement(experts, range(layers), options.ranks, options.redundant)
     if options.ranks is not None or options.redundant:
         flag = "--redundant" if options.redundant else "--ranks"
         raise ConfigError(f"{flag} has no effect with --placement, which says how many there are. Remove one of them.")

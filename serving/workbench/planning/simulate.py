@@ -133,6 +133,11 @@ def _plan(options: Options) -> Plan:
             f"{options.ep} ranks for {model.experts} experts and {options.redundant_experts} copies: some ranks would "
             "have none. Take fewer ranks or more copies."
         )
+    if options.skew > options.ep:
+        raise ConfigError(
+            f"--skew {options.skew:g}: the busiest of {options.ep} ranks has at most all tokens, which is "
+            f"{options.ep} times the mean. Take at most that."
+        )
     skews: tuple[float, ...] = ()
     if options.expert_loads is not None:
         files = options.expert_loads, options.expert_placement

@@ -109,6 +109,12 @@ def test_a_placement_for_others_is_refused() -> None:
         made(2, 7, 2, redundant=3)
 
 
+def test_redundant_experts_that_no_rank_has_room_for_are_refused() -> None:
+    assert (make_placement(7, (1, 3), 2, 7).replicas == 2).all()
+    with pytest.raises(ConfigError, match="8 redundant experts are too many: with 7, each of 2 ranks holds all 7"):
+        make_placement(7, (1, 3), 2, 8)
+
+
 def test_no_rank_is_without_experts() -> None:
     placement = make_placement(3, (0,), 5)
     assert placement.slots_per_rank == 1

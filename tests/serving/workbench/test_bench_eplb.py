@@ -16,7 +16,7 @@ from serving.cli import main
 from serving.workbench.bench.eplb.gain import share_of_possible
 from serving.workbench.bench.eplb.moving import ratio_of_p99
 from serving.workbench.bench.eplb.predict import predicted_s
-from serving.workbench.bench.eplb.same import count_different
+from serving.workbench.bench.eplb.same import SameResult, count_different
 from serving.workbench.bench.eplb.skewed import UniformRouter, on_next_ranks
 from ubatch import get_schedule
 from ubatch.schedules import LayerTimes, RankLoad, rank_loads
@@ -109,3 +109,11 @@ def test_different_tokens_are_counted_but_for_those_behind_a_tie() -> None:
     assert count_different(expected, expected) == (9, 0, 0)
     found = [output(1, 2, 3), output(1, 5, 6), output(1, 5, 6)]
     assert count_different(expected, found) == (9, 2, 1)
+
+
+def test_equal_tokens_prove_nothing_if_no_experts_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not SameResult(8, 0, 0, switched=2).void
+    still = SameResult(8, 0, 0, switched=0)
+    assert still.void
+    still.print()
+    assert "no experts changed their ranks while" in capsys.readouterr().out

@@ -82,6 +82,9 @@ def test_one_step_is_scored_on_itself_and_says_so(loads: Path, capsys: pytest.Ca
         (["--placement", "OTHER"], "has 1 MoE layers of 8 experts, but"),
         (["--placement", "nowhere.yaml"], "cannot read nowhere.yaml"),
         (["--ranks", "4", "--out", "no/such/folder.yaml"], "--out: cannot write no/such/folder.yaml"),
+        (["--ranks", "4", "--out", "placement.toml"], "--out placement.toml: a placement's name ends with .yaml or"),
+        (["--ranks", "4", "--redundant", "100000000"], "100000000 redundant experts are too many: with 48, each of 4"),
+        (["--ranks", "1000000000"], "--ranks 1000000000: it should be at most 1024"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(

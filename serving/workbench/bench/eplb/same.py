@@ -39,12 +39,14 @@ class SameResult:
 
     @property
     def void(self) -> bool:
-        """Whether tokens differ."""
-        return self.different > 0
+        """Whether tokens differ, or no experts moved meanwhile."""
+        return self.different > 0 or not self.switched
 
     def print(self) -> None:
         print(f"\nsame tokens: {self.different} of {self.tokens} differ ({self.ties} prompts behind a tie left out)")
         print(f"  layers switched meanwhile   {self.switched}")
+        if not self.switched:
+            print("  void: no experts changed their ranks while tokens were generated; generate more (without --quick)")
 
 
 def compare_tokens(models: SkewedModels, new_tokens: int) -> SameResult:
