@@ -57,7 +57,7 @@ PEERS = f"bench peers {TINY} --vllm true"
         (f"tune {TINY} --data-parallel-size 1", "Give 2 or more, or --tensor-parallel-size"),
         (f"tune {TINY} --prompt-len 99999", "positions, but --prompt-len and --context need 99999"),
         (f"tune {TINY} --nnodes 2", "needs --master-addr"),
-        ("trace", "give --url of a running server, --files, or a checkpoint and --prompt"),
+        ("trace", "give --url of a running server, --files, --expert-loads, or a checkpoint and --prompt"),
         (f"trace {TINY}", "and --prompt"),
         ("trace --url http://x --prompt x", "--prompt has no effect with --url"),
         ("trace --url http://x --enable-dbo", "--enable-dbo has no effect with --url"),
