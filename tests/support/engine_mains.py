@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 from repository import TINY_MOE
@@ -30,6 +31,7 @@ from serving.processes import process_state
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import ForwardMode, UBatchConfig, get_forward_context
+from ubatch.ranks import near
 
 POISON = 666
 """A step with this token fails, with `run_poisonable_engine`."""
@@ -112,6 +114,16 @@ def run_drowsy_engine(options: EngineOptions, rank: int, place: Place) -> None:
             time.sleep(DROWSY_S * rank)
 
     EngineLink.send = send_and_sleep  # type: ignore[method-assign]
+    run_engine(options, rank, place)
+
+
+def run_engine_that_connects_to_nobody(options: EngineOptions, rank: int, place: Place) -> None:
+    """`run_engine`, which fails when it has sockets, and says whether its own lies in the folder of the run."""
+
+    def connected(own: int, _: object, paths: Sequence[str], __: float) -> NoReturn:
+        raise OSError(f"in the run's folder: {Path(paths[own]).is_relative_to(place.folder)}")
+
+    near._connected = connected
     run_engine(options, rank, place)
 
 

@@ -25,6 +25,7 @@ from ubatch.ranks.group import check_group
 from ubatch.ranks.host_copy import CopiedWork
 from ubatch.ranks.launch_checks import check_launch
 from ubatch.ranks.long_calls import holding_gil, taking_long
+from ubatch.ranks.near import put_sockets_in
 from ubatch.ranks.side_channel import SideChannel
 from ubatch.ranks.transfer import Queued
 from ubatch.ranks.transfer_times import Arrival, record_transfers
@@ -39,6 +40,7 @@ __all__ = [
     "check_group",
     "check_launch",
     "holding_gil",
+    "put_sockets_in",
     "record_transfers",
     "taking_long",
 ]

@@ -324,6 +324,21 @@ def _unlike(peer: _Peer) -> OtherLaunch:
 # -- connecting ----------------------------------------------------------------------------------------------------
 
 
+_sockets_folder: Path | None = None
+
+
+def put_sockets_in(folder: Path) -> None:
+    """Put the sockets of later connections of this process there, in place of the system's temporary folder.
+
+    They are there only while ranks connect; but a process that is killed meanwhile cannot remove its own.
+
+    Args:
+        folder: private to this user; whoever made it removes it with what was left in it.
+    """
+    global _sockets_folder
+    _sockets_folder = folder
+
+
 def connect_near(own: int, count: int, tell: Callable[[str], Sequence[str]], timeout_s: float) -> NearRanks | None:
     """Connect `count` ranks; None if they are not all on one machine. Every rank must call it.
 
@@ -358,7 +373,8 @@ def connect_near(own: int, count: int, tell: Callable[[str], Sequence[str]], tim
 def _listen(stack: ExitStack, count: int) -> tuple[socket.socket | None, str]:
     """A listening socket and its path, both for the time of `stack`; None and an empty path where there can be none."""
     try:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ubatch-", ignore_cleanup_errors=True))
+        made = tempfile.TemporaryDirectory(prefix="ubatch-", dir=_sockets_folder, ignore_cleanup_errors=True)
+        folder = stack.enter_context(made)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         path = str(Path(folder, "rank"))
         listener.bind(path)

@@ -60,7 +60,7 @@ from serving.processes import Orphaned, check_parent
 from serving.requests import RequestOutput
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
 from ubatch.process import Heart, stop_hearts
-from ubatch.ranks import taking_long
+from ubatch.ranks import put_sockets_in, taking_long
 
 _logger = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ def run_rank(options: EngineOptions, rank: int, place: Place, work: RankWork) ->
     if options.log_level is not None:
         configure_logging(options.log_level, f"rank {rank}")
     tqdm.set_lock(threading.RLock())  # its default lock is a system semaphore, which a killed process leaves behind
+    put_sockets_in(place.folder)
     check_parent()  # if it is gone, so is the store, and connecting would be tried for minutes
     store = connect_store(place)
     run, _ = join_run(store, options)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from children import exit_code, in_child
+from engine_mains import run_engine_that_connects_to_nobody, tiny
+from engine_served import Served
 from repository import MODELS
 
 from serving.engine.options import EngineOptions
@@ -20,6 +22,7 @@ from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire.messages import Alive
 from serving.engine.wire.rendezvous import Run
+from serving.requests import EngineDead
 from serving.scheduler import SchedulerConfig
 from ubatch.process import lateness
 
@@ -69,3 +72,10 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         assert late == {"make_core": True, "freeze": True}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
         assert not lateness._own.blocks
+
+
+@pytest.mark.ranks
+def test_what_a_rank_that_is_killed_while_it_connects_leaves_is_removed_with_the_run() -> None:
+    """Its socket lay in the system's temporary folder, where nobody removed it."""
+    with pytest.raises(EngineDead, match="in the run's folder: True"):
+        Served(tiny(2, expert_parallel=True), run_engine_that_connects_to_nobody)
