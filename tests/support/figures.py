@@ -84,6 +84,9 @@ def computed() -> dict[str, Any]:
     loads = [arm for of in links["links"] for arms in of["loads"].values() for arm in arms.values()]
     assert all(arm["same"] == arm["requests"] for arm in loads)
     assert not abuse["faults"]
+    faults = results("faults")
+    assert not faults["faults"]
+    answers = [configuration["answers"] for configuration in faults["kill"]]
     return {
         **{"few": experts["results"]["64"], "many": experts["results"]["2048"], "offline": offline["generate"]},
         "host_ms": statistics.median(results("engine-scheduler")["scheduler"]["arms_ms"]["host"]),
@@ -94,6 +97,14 @@ def computed() -> dict[str, Any]:
             "health_s": max(window["health_s"] for window in windows),
             "mb": abuse["peak_resident_bytes"] / 1e6,
             "waits_s": [wait for window in windows for wait in window["waits_s"]],
+        },
+        "killed": {
+            **{name: sum(each[name] for each in answers) for name in ("requests", "lost", "wrong", "excused")},
+            "kills": sum(configuration["kills"] for configuration in faults["kill"]),
+            "pause_s": statistics.median(statistics.median(each["streams"]) for each in faults["pause"]["pauses"]),
+            "start_s": statistics.median(faults["pause"]["starts_s"]),
+            "others": sum(way["others"]["equal"] for way in faults["poison"]),
+            "poisoned": len(faults["poison"]),
         },
         "gpu": {
             name: {each["what"]: each["value"] for each in of["figures"]}

@@ -104,6 +104,12 @@ ROWS: Mapping[str, str] = {
         "while prompts of 900 tokens arrive; a short request behind 1,000 prompts {attacked[waits_s][0]:.2f} s, behind "
         "200 of 1,000 tokens {attacked[waits_s][1]:.2f} s"
     ),
+    "engines killed under 64": (
+        "{killed[kills]} kills: {killed[lost]} of {killed[requests]} answers lost, {killed[wrong]} with another text, "
+        "{killed[excused]} that differ where rounding decides"
+    ),
+    "a stream's pause": "{killed[pause_s]:.2f} s, {faults[pause][ratio]:.2f} of the {killed[start_s]:.1f} s of a start",
+    "a request that kills": "it alone ends, in {killed[poisoned]} ways; {killed[others]} others have their texts",
     "`--enable-dbo`, two servers": (
         "{slow[prefill][dbo][speedup]:.2fx []} faster; a mixed load {slow[mixed][dbo][speedup]:.2fx []}, the same "
         "tokens"
@@ -168,6 +174,7 @@ FIRST_PAGE: Mapping[str, str] = {
     "On a GPU": "| overlapped prefill, against",
     "Guess ahead": "| speculation, tiny-moe",
     "Under attack": "| twenty attacks on a server",
+    "Engines die": "| engines killed under 64 streams",
     "Tune": "of the other rows it was -2.0%",
 }
 """Row of the README's table -> begin of the line of that page, or of the GPU's, which has its figure."""
