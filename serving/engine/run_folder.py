@@ -22,7 +22,7 @@ _PREFIX = "ubatch-run-"
 _LOCK = "lock"
 _YOUNG_S = 10.0
 """A folder without a lock that is younger than this may still be under construction."""
-_LONGEST_SOCKET = "ubatch-12345678/rank"
+_LONGEST_SOCKET = "turns-9999"
 """Longest name of a socket in the folder."""
 _MOST_BYTES = 107
 """Longest path of a socket, in bytes: a limit of Linux."""

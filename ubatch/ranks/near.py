@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import select
 import socket
 import struct
@@ -373,11 +374,14 @@ def connect_near(own: int, count: int, tell: Callable[[str], Sequence[str]], tim
 def _listen(stack: ExitStack, count: int) -> tuple[socket.socket | None, str]:
     """A listening socket and its path, both for the time of `stack`; None and an empty path where there can be none."""
     try:
-        made = tempfile.TemporaryDirectory(prefix="ubatch-", dir=_sockets_folder, ignore_cleanup_errors=True)
-        folder = stack.enter_context(made)
+        folder, name = _sockets_folder, f"n{secrets.token_hex(4)}"  # short: a socket's path has 107 bytes at most
+        if folder is None:
+            made = tempfile.TemporaryDirectory(prefix="ubatch-", ignore_cleanup_errors=True)
+            folder, name = Path(stack.enter_context(made)), "rank"
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        path = str(Path(folder, "rank"))
+        path = str(folder / name)
         listener.bind(path)
+        stack.callback(Path(path).unlink, missing_ok=True)
         listener.listen(count)
     except (OSError, AttributeError):  # no such sockets on this system, no folder to write in, or its name is too long
         return None, ""

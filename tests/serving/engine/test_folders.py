@@ -24,7 +24,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_path_too_long_for_sockets_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Binding the socket gave a traceback."""
-    longest = temporary / ("x" * (107 - len(f"{temporary}//ubatch-run-12345678/ubatch-12345678/rank")))
+    longest = temporary / ("x" * (107 - len(f"{temporary}//ubatch-run-12345678/turns-9999")))
     for folder, fits in ((longest, True), (longest.with_name(longest.name + "x"), False)):
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
