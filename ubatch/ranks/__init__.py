@@ -2,6 +2,7 @@
 
 group                 ranks that share collectives, vote, and restart after a failure
 connection            the process groups of a group, between two resets
+kept_transports       those of connections that are gone, until nothing can wait for them
 process_groups        torch's groups of a connection
 peer_watch            a thread that watches for failed peers
 long_calls            calls that may take longer than `timeout_s`

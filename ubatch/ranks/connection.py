@@ -16,7 +16,6 @@ nothing more is launched: the transport would pair a peer's launch from the fail
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import time
@@ -35,6 +34,7 @@ from ubatch.process.heartbeat import beat
 from ubatch.process.interrupts import changing
 from ubatch.process.job_store import JobStore
 from ubatch.process.lateness import LATE_S, Patience, late_ranks
+from ubatch.ranks.kept_transports import forget_near_ranks, keep, let_go_of_expired
 from ubatch.ranks.launch_order import VARIABLE, LaunchOrder
 from ubatch.ranks.near import Channel, NearRanks, OtherLaunch, connect_near
 from ubatch.ranks.peer_watch import PeerWatch
@@ -92,20 +92,20 @@ class Connection:
         self._name, self._sides = name, 0
         self._store = store.part(name)
         self._dependents: weakref.WeakSet[Connection] = weakref.WeakSet()
-        _let_go_of_expired()
+        let_go_of_expired()
         self.pg = self._process_group(backend, f"{name}/data")
         self.vote_pg = self._process_group("gloo", f"{name}/vote")
         two = len(self.ranks) > 1 and self._is_gloo(torch.device("cpu"))
         self.down_pg = self._process_group("gloo", f"{name}/down") if two else None
         pgs = [self.pg, self.vote_pg, *([] if self.down_pg is None else [self.down_pg])]
-        weakref.finalize(self, _keep, pgs, self._transport_timeout_s)
+        weakref.finalize(self, keep, pgs, self._transport_timeout_s)
         self._watch: PeerWatch | None = None
         self.near: NearRanks | None = None
         if len(self.ranks) > 1:
             with changing(_leader, None):  # the step in which a group is reset is led by its old connection
                 self.near = connect_near(self.place, len(self.ranks), self._tell, timeout_s)
         if self.near is not None:
-            weakref.finalize(self, _keep, [self.near], self._transport_timeout_s)
+            weakref.finalize(self, keep, [self.near], self._transport_timeout_s)
         _connections.add(self)
         if torch.cuda.is_available() and self.is_stream_ordered(torch.device("cuda")):
             self.watch()
@@ -119,7 +119,7 @@ class Connection:
         """
         self._sides += 1
         made = self._process_group("gloo", f"{self._name}/side/{self._sides}")
-        weakref.finalize(self, _keep, [made], self._transport_timeout_s)
+        weakref.finalize(self, keep, [made], self._transport_timeout_s)
         return made
 
     def leading(self) -> AbstractContextManager[object]:
@@ -402,10 +402,9 @@ def _failure_of(text: str) -> tuple[str, int]:
 def _after_fork_in_child() -> None:
     for connection in [each for each in _connections if len(each.ranks) > 1]:
         connection.broken = "this process was forked, and its peers know its parent only. Make a group here."
-    for near in [each.near for each in _connections] + [each for _, each in _kept]:
-        if isinstance(near, NearRanks):
-            near.forget()
-    _kept[:] = [each for each in _kept if not isinstance(each[1], NearRanks)]
+        if connection.near is not None:
+            connection.near.forget()
+    forget_near_ranks()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -423,31 +422,3 @@ def lead_again(leader: Connection | None) -> AbstractContextManager[object]:
     if leader is None or leader.broken is not None or _leader.get() is not None:
         return nullcontext()
     return leader.leading()
-
-
-# A process group's destructor waits for stuck operations, up to the transport's time-out, also at exit. So none is
-# destroyed before that time: it is kept by a reference that the interpreter's exit does not drop. So long, peers may
-# still read what was sent to them over sockets, too.
-_kept: list[tuple[float, dist.ProcessGroup | NearRanks]] = []
-
-
-def _keep(transports: Sequence[dist.ProcessGroup | NearRanks], seconds: float) -> None:
-    for each in transports:
-        if isinstance(each, NearRanks):
-            each.stop()
-        else:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-        _kept.append((time.monotonic() + seconds, each))
-
-
-def _let_go_of_expired() -> None:
-    now = time.monotonic()
-    expired = [each for until, each in _kept if until <= now]
-    _kept[:] = [(until, each) for until, each in _kept if until > now]
-    for each in expired:
-        if isinstance(each, NearRanks):
-            each.close()
-            continue
-        with suppress(ValueError):  # the job's process groups were destroyed meanwhile
-            dist.destroy_process_group(each)
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))

@@ -24,7 +24,7 @@ from ubatch import (
     dbo_current_ubatch_id,
     launch_all_gather,
 )
-from ubatch.ranks.connection import _kept
+from ubatch.ranks.kept_transports import _kept
 
 pytestmark = pytest.mark.ranks
 
