@@ -131,7 +131,7 @@ class Mover:
         self.placement = placement
         self._group, self._connection, self._timeout_s = group, group.usable_connection(), timeout_s
         self._slots = SlotStore([_experts_of(kernel) for kernel in kernels])
-        if group.least(self._slots.layout) != -group.least(-self._slots.layout):
+        if not group.same(self._slots.layout):
             raise ConfigError(
                 "the ranks keep their experts in different layouts, so experts cannot change places. Name the same "
                 "moe_backend on all, on processors of one kind."
@@ -256,8 +256,7 @@ class Mover:
         connection = self._group.usable_connection()
         if connection is self._connection:
             return
-        placed = zlib.crc32(self.placement.experts.tobytes())
-        if self._group.least(placed) != -self._group.least(-placed):
+        if not self._group.same(zlib.crc32(self.placement.experts.tobytes())):
             raise UBatchError("a rank failed while experts switched: the ranks have different placements. Load anew.")
         self._carrier.connect(self._group)
         self._connection, self._layer, self._lost, self._failed = connection, None, False, MoveState.NONE
@@ -322,8 +321,7 @@ def make_mover(
     kernels = [each for each in model.modules() if isinstance(each, FusedMoEModularKernel)]
     if placement is None or len(kernels) != placement.num_layers:
         raise ConfigError("enable_eplb: this model has no experts that can be placed. Leave it out.")
-    slots = SlotStore([_experts_of(kernel) for kernel in kernels])
-    total = sum(count * size for count, size in zip(slots.slots, slots.slot_bytes, strict=True))
+    total = sum(tensor.nbytes for kernel in kernels for tensor in _experts_of(kernel).slot_tensors())
     return Mover(
         kernels,
         placement,
