@@ -16,7 +16,8 @@ the order of the forward stream.
 Every expert is sent with a checksum. If a rank fails (a checksum, a transfer, or no progress within the time-out), it
 says so in its next vote, and all ranks give the order up: the layers that were switched stay so, the others keep their
 experts. The exchange of the layer that was given up still runs to its end, as the next order's transfers come behind
-it; what arrives is dropped.
+it; what arrives is dropped. A failed transfer loses the channel: all ranks drop their orders, and refuse later ones
+until the group is reset.
 
 On a GPU weights travel over pinned host memory: NCCL beside NCCL or DeepEP may hang (vLLM issue 33176).
 """
@@ -83,6 +84,10 @@ class MoveNews:
     failure: str = ""
 
 
+def _failure(number: int, why: MoveState) -> MoveNews:
+    return MoveNews(number, over=True, failure=why.name.lower())
+
+
 @dataclass
 class _Order:
     number: int
@@ -131,7 +136,7 @@ class Mover:
         self.placement = placement
         self._group, self._connection, self._timeout_s = group, group.usable_connection(), timeout_s
         self._slots = SlotStore([_experts_of(kernel) for kernel in kernels])
-        if group.least(self._slots.layout) != -group.least(-self._slots.layout):
+        if not group.same(self._slots.layout):
             raise ConfigError(
                 "the ranks keep their experts in different layouts, so experts cannot change places. Name the same "
                 "moe_backend on all, on processors of one kind."
@@ -147,16 +152,16 @@ class Mover:
 
         self._orders: deque[_Order] = deque()
         self._layer: Layer | None = None
-        self._failed = MoveState.NONE  # why the current order failed here
-        self._lost = False  # whether the channel has failed
+        self._failed = MoveState.NONE  # why the current order failed here, if not for the channel
+        self._lost = False  # whether the channel has failed, here or on a rank that has told so
         self._given_up = 0
         self._idle_s, self._seen, self._rounds = 0.0, 0.0, -1
         self._news: list[MoveNews] = []
 
     @property
     def busy(self) -> bool:
-        """Whether an order is under way."""
-        return self._order is not None
+        """Whether an order is under way, or the exchange of one that was given up: neither goes on without steps."""
+        return bool(self._orders)
 
     def begin(self, number: int, placement: ExpertPlacement, layers: Sequence[int] | None = None) -> None:
         """Begin to move. Every rank is given the same orders, in the same order, though not before the same step.
@@ -170,14 +175,14 @@ class Mover:
         alike = placement.experts.shape == self.placement.experts.shape
         if not alike or ((placement.experts < 0) != (self.placement.experts < 0)).any():
             _logger.error("rearrangement %d is refused: it fills other slots than the placement in force", number)
-            self._news.append(MoveNews(number, over=True, failure=MoveState.REFUSED.name.lower()))
+            self._news.append(_failure(number, MoveState.REFUSED))
             return
         order = _Order(number, placement, deque(int(layer) for layer in differ), number <= self._given_up)
-        if order.layers:
+        if order.layers and not self._lost:
             self._orders.append(order)
             self._idle_s, self._seen = 0.0, time.monotonic()
         elif not order.given_up:
-            self._news.append(MoveNews(number, over=True))
+            self._news.append(_failure(number, MoveState.TRANSPORT) if order.layers else MoveNews(number, over=True))
 
     def tell(self) -> int:
         """Go on, without waiting, and say how far this rank is: `Offer.moving` of the next vote.
@@ -189,8 +194,10 @@ class Mover:
         self._follow_group()
         if not self._orders:
             return 0
-        if not self._failed:
+        if not (self._failed or self._lost):
             self._go_on()
+        if self._lost:
+            return self._orders[0].number * _STATES + MoveState.TRANSPORT
         order = self._order
         if order is None:
             return 0
@@ -206,6 +213,10 @@ class Mover:
             return
         for rank, told in enumerate(moving):
             number, state = divmod(told, _STATES)
+            if state == MoveState.TRANSPORT:
+                self._lose_channel(f"a transfer has failed on rank {rank}")
+                self._drop_orders()
+                return
             if state >= MoveState.TIMEOUT and number > self._given_up:
                 self._give_up(number, MoveState(state), rank)
                 return
@@ -225,9 +236,6 @@ class Mover:
     # -- on this rank -------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        if self._lost:
-            self._failed = MoveState.TRANSPORT
-            return
         head = self._orders[0]
         if self._layer is None:
             self._layer = self._carrier.load(head.layers[0], self.placement, head.placement)
@@ -238,8 +246,7 @@ class Mover:
         try:
             over = layer.staged or self._carrier.go_on(layer)
         except ChannelLost as error:
-            _logger.error("experts cannot be moved any more until the engines start again: %s", error)
-            self._lost, self._failed, self._layer = True, MoveState.TRANSPORT, None
+            self._lose_channel(str(error))
             return
         if over and head.given_up:
             self._orders.popleft()
@@ -256,14 +263,22 @@ class Mover:
         connection = self._group.usable_connection()
         if connection is self._connection:
             return
-        placed = zlib.crc32(self.placement.experts.tobytes())
-        if self._group.least(placed) != -self._group.least(-placed):
+        if not self._group.same(zlib.crc32(self.placement.experts.tobytes())):
             raise UBatchError("a rank failed while experts switched: the ranks have different placements. Load anew.")
         self._carrier.connect(self._group)
-        self._connection, self._layer, self._lost, self._failed = connection, None, False, MoveState.NONE
+        self._connection, self._lost = connection, False
+        self._drop_orders()
+
+    def _lose_channel(self, why: str) -> None:
+        if not self._lost:
+            _logger.error("experts cannot be moved any more until the engines start again: %s", why)
+        self._lost = True
+
+    def _drop_orders(self) -> None:
+        """End all orders, as on all other ranks; what is on its way is lost."""
         dropped, self._orders = self._orders, deque()
-        name = MoveState.TRANSPORT.name.lower()
-        self._news += [MoveNews(order.number, over=True, failure=name) for order in dropped if not order.given_up]
+        self._layer, self._failed = None, MoveState.NONE
+        self._news += [_failure(order.number, MoveState.TRANSPORT) for order in dropped if not order.given_up]
 
     def _watch_time(self, layer: Layer) -> None:
         now = time.monotonic()
@@ -287,14 +302,13 @@ class Mover:
 
     def _give_up(self, number: int, why: MoveState, rank: int) -> None:
         self._given_up, self._failed = number, MoveState.NONE
-        if self._lost:
-            self._orders.clear()
         order = self._order
         if order is not None and order.number <= number:
             order.given_up = True
-        name = why.name.lower()
-        _logger.error("rearrangement %d is given up (%s on rank %d): experts stay where they are", number, name, rank)
-        self._news.append(MoveNews(number, over=True, failure=name))
+        news = _failure(number, why)
+        where = news.failure, rank
+        _logger.error("rearrangement %d is given up (%s on rank %d): experts stay where they are", number, *where)
+        self._news.append(news)
 
 
 def make_mover(
@@ -322,8 +336,7 @@ def make_mover(
     kernels = [each for each in model.modules() if isinstance(each, FusedMoEModularKernel)]
     if placement is None or len(kernels) != placement.num_layers:
         raise ConfigError("enable_eplb: this model has no experts that can be placed. Leave it out.")
-    slots = SlotStore([_experts_of(kernel) for kernel in kernels])
-    total = sum(count * size for count, size in zip(slots.slots, slots.slot_bytes, strict=True))
+    total = sum(tensor.nbytes for kernel in kernels for tensor in _experts_of(kernel).slot_tensors())
     return Mover(
         kernels,
         placement,

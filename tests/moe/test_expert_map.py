@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from c_kernels import needs_c
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from placements import random_placement
 from torch import Tensor
 from triton_batches import DEVICE
 
-from moe import ExpertLoads, ExpertMap, ExpertPlacement
+from moe import ExpertLoads, ExpertMap
 from moe import expert_map as module
 from moe.expert_map import map_and_count, reference_map_and_count
 from moe.kernels import expert_map as triton_kernel
@@ -37,14 +37,6 @@ def run(kernel: str, ids: Tensor, experts: int, expert_map: ExpertMap | None, co
     return slots
 
 
-def replicated(experts: int, ranks: int, redundant: int, seed: int) -> ExpertPlacement:
-    """A placement at random."""
-    rng = np.random.default_rng(seed)
-    each = -(-(experts + redundant) // ranks)
-    more = rng.integers(0, experts, ranks * each - experts)
-    return ExpertPlacement(rng.permutation(np.concatenate([np.arange(experts), more]))[None], experts, ranks)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=15)
 @given(
@@ -59,7 +51,7 @@ def replicated(experts: int, ranks: int, redundant: int, seed: int) -> ExpertPla
 def test_slots_and_counts(
     kernel: str, tokens: int, experts: int, redundant: int, mapped: bool, counted: bool, seed: int
 ) -> None:
-    placement, rank = replicated(experts, 3, redundant, seed), seed % 3
+    placement, rank = random_placement(1, experts, 3, redundant, seed), seed % 3
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-2, experts + 2, (tokens, 2), generator=generator)  # some are no expert's
     counts = torch.arange(experts) if counted else None
@@ -76,7 +68,7 @@ def test_slots_and_counts(
 
 
 def test_a_table_is_replaced_in_place() -> None:
-    first, then = replicated(4, 2, 0, 1), replicated(4, 2, 4, 2)
+    first, then = random_placement(1, 4, 2, 0, 1), random_placement(1, 4, 2, 4, 2)
     expert_map = ExpertMap(first.dispatch_table(0, 0))
     addresses = expert_map.table.data_ptr(), expert_map.turns.data_ptr()
     ids = torch.arange(4).repeat(12, 1)
@@ -112,7 +104,7 @@ def test_the_load_of_prefill_and_decode_steps_is_apart(mode: ForwardMode) -> Non
 @needs_c
 def test_a_recorded_call_counts_again_and_reads_the_table_of_its_time() -> None:
     assert why_not_c() is None
-    placement, other, loads = replicated(4, 2, 2, 1), replicated(4, 2, 2, 5), ExpertLoads(1, 4)
+    placement, other, loads = random_placement(1, 4, 2, 2, 1), random_placement(1, 4, 2, 2, 5), ExpertLoads(1, 4)
     expert_map = ExpertMap(placement.dispatch_table(0, 1))
     ids = torch.tensor([[0, 3], [1, 2]])
     with Recording() as recording:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +219,16 @@ def checkpoint_fixture(make: Callable[..., Path] = make_qwen3_moe_checkpoint, *a
     @pytest.fixture(scope="module")
     def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return make(tmp_path_factory.mktemp("checkpoint"), *args, **fields)
+
+    return checkpoint
+
+
+def family_checkpoints_fixture() -> Any:
+    """A module's fixture: the small checkpoint of a family, made when it is first asked for."""
+
+    @pytest.fixture(scope="module")
+    def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+        return cache(lambda family: make_checkpoint(tmp_path_factory.mktemp(family), family))
 
     return checkpoint
 

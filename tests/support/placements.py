@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe import ExpertPlacement
+from moe.placement import slots_per_rank
 
 __all__ = ["random_placement"]
 
@@ -12,7 +13,7 @@ __all__ = ["random_placement"]
 def random_placement(num_layers: int, num_experts: int, num_ranks: int, redundant: int, seed: int) -> ExpertPlacement:
     """Every expert somewhere; replicas, also on one rank, and idle slots where there is room for more."""
     rng = np.random.default_rng(seed)
-    each = -(-(num_experts + redundant) // num_ranks)
+    each = slots_per_rank(num_experts, num_ranks, redundant)
     more = num_ranks * each - num_experts
     rows = []
     for _ in range(num_layers):

@@ -188,14 +188,21 @@ class CommGroup:
         gathered = self.usable_connection().gather(_NUMBER.pack(number), "least")
         return float(min(_NUMBER.unpack(each)[0] for each in gathered))
 
+    def same(self, number: float) -> bool:
+        """Whether all ranks give the same number, such as a hash. Every rank must call it.
+
+        Raises:
+            PeerFailed, TransferTimeout, GroupBroken: as a vote.
+        """
+        return self.least(number) == -self.least(-number)
+
     def on_one_machine(self) -> bool:
         """Whether all ranks run on one machine. Every rank must call it.
 
         Raises:
             PeerFailed, TransferTimeout, GroupBroken: as a vote.
         """
-        number = fingerprint(machine_name())
-        return self.least(number) == -self.least(-number)
+        return self.same(fingerprint(machine_name()))
 
     def step(self) -> AbstractContextManager[None]:
         """A `with` block for one step that all ranks do together, its vote included. An error in it breaks the group on

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-import torch
 from fake_streams import FakeStreams, Operation
-from test_mover import LAYERS, Model, random_placement, vote
+from test_mover import LAYERS, START, random_placement, started, vote
 from torch import Tensor
 
-from model_runner.balance.mover import Mover
-from moe import ExpertMap, ExpertPlacement
+from moe import ExpertMap
 from ranks import on_ranks
 from ubatch import CommGroup
 
@@ -24,9 +21,8 @@ BEHIND = {"comm": 1, "compute": 40}
 
 @on_ranks(2)
 def test_moves_are_ordered_after_steps_and_steps_after_switches(rank: int, group: CommGroup) -> None:
-    start, streams = ExpertPlacement.default(LAYERS, 6, 2), FakeStreams()
-    model = Model(group, start)
-    mover = Mover(model.kernels, start, group, torch.device("cpu"), streams=streams, bytes_per_step=3000)
+    streams = FakeStreams()
+    _, mover, rng = started(group, 3, streams=streams, bytes_per_step=3000)
     carrier, slots = mover._carrier, mover._slots
     read, write, launch, land = slots.read, slots.write, carrier._channel.launch, carrier._land
     replace, gathered = ExpertMap.replace, list[Operation]()
@@ -54,7 +50,7 @@ def test_moves_are_ordered_after_steps_and_steps_after_switches(rank: int, group
     slots.read, slots.write = gather, switch  # type: ignore[method-assign]
     carrier._channel.launch, carrier._land = send, landed  # type: ignore[method-assign]
     ExpertMap.replace = mapped  # type: ignore[method-assign]
-    rng, votes, queued = random.Random(3), 0, dict[Operation, int]()
+    votes, queued = 0, dict[Operation, int]()
     for number in (1, 2):
         mover.begin(number, random_placement(rng, 6, 2, 0))
         while mover.busy:
@@ -67,4 +63,4 @@ def test_moves_are_ordered_after_steps_and_steps_after_switches(rank: int, group
     assert sum(each.name == "map" for each in streams.operations) == 2 * LAYERS
     on = {each.name: each.stream.name for each in streams.operations}
     assert on == {"gather": "comm", "land": "comm", "switch": "compute", "map": "compute", "step": "compute"}
-    assert mover.placement != start
+    assert mover.placement != START

@@ -20,6 +20,7 @@ import torch
 from checkpoints import (
     FAMILIES,
     LATENT_ROPE,
+    family_checkpoints_fixture,
     load_reference,
     make_checkpoint,
     reference_greedy,
@@ -67,17 +68,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The small checkpoint of a family."""
-    made: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in made:
-            made[family] = make_checkpoint(tmp_path_factory.mktemp(family), family)
-        return made[family]
-
-    return of
+checkpoint = family_checkpoints_fixture()
 
 
 def test_every_architecture_is_a_family_or_runs_as_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from c_kernels import needs_c
-from checkpoints import FAMILIES, make_checkpoint
+from checkpoints import FAMILIES, family_checkpoints_fixture
 from drafted import generate_drafted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,16 +28,7 @@ from ubatch import ConfigError, UBatchConfig
 SPARSE = ["Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss", "Qwen3Next", "GraniteMoe"]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in made:
-            made[family] = make_checkpoint(tmp_path_factory.mktemp(family), family)
-        return made[family]
-
-    return of
+checkpoint = family_checkpoints_fixture()
 
 
 def config_of(path: Path) -> DecoderConfig:
