@@ -263,8 +263,8 @@ class LLM:
         return read_metrics(self.statistics)
 
     def expert_balance(self) -> ExpertBalance | None:
-        """The experts' load over the last 1,000 steps, as last reported, and how evenly the ranks share it; None for a
-        dense model, and once closed."""
+        """The experts' load over the last steps (`window_size` of `eplb_config`, 1,000 by default), as last reported,
+        and how evenly the ranks share it; None for a dense model, and once closed."""
         with self._one_at_a_time:
             return None if self._engine is None else self._engine.balance()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from ubatch.process import write_whole
 LOAD_SUFFIXES = (".npy", ".json")
 """How the names of load files end."""
 
+_UNREADABLE = (OverflowError, RecursionError, SyntaxError, TokenError, ValueError)
+"""What readers raise for other files: numpy parses a header as Python."""
 _COUNT = "logical_count"
 """SGLang's name of the array in the JSON that its `--init-expert-location` reads."""
 
@@ -40,8 +43,9 @@ def read_loads(path: str | Path) -> npt.NDArray[np.float64]:
     check_load_suffix(path)
     try:
         if path.suffix == ".npy":
-            # Mapped, a header that promises more than the file has is an error, not an allocation.
-            values: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+            # Mapped, a header that promises more than the file has is an error, not an allocation. `np.load` would take
+            # zip files and pickles, too.
+            values: Any = np.lib.format.open_memmap(path, mode="r")
         else:
             values = json.loads(path.read_bytes())
             if isinstance(values, dict):
@@ -50,10 +54,11 @@ def read_loads(path: str | Path) -> npt.NDArray[np.float64]:
                 values = values[_COUNT]
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (EOFError, RecursionError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is not a {path.suffix} file of expert loads: {cut(str(error))}") from error
+    except ConfigError:
+        raise
+    except _UNREADABLE as error:
+        why = cut(str(error).partition("\n")[0])
+        raise ConfigError(f"{path} is not a {path.suffix} file of expert loads: {why}") from error
     return _checked(values, path)
 
 

@@ -113,10 +113,15 @@ class LoadWindows:
         steps = sum(max(part.steps.values(), default=0) for part in parts)
         return WindowLoads(np.sum([part.counts for part in parts], axis=0), steps)
 
-    def history(self) -> Ints:
+    def history(self, newest: int | None = None) -> Ints:
         """`[parts, L, E]`: the tokens of all kinds in every part that is kept, the oldest first; parts without steps
-        are left out."""
-        parts = [part.counts.sum(axis=0) for part in self._parts if part.steps]
+        are left out.
+
+        Args:
+            newest: most parts to return; None for all.
+        """
+        kept = list(self._parts) if newest is None else list(self._parts)[-newest:]
+        parts = [part.counts.sum(axis=0) for part in kept if part.steps]
         return np.array(parts, dtype=np.int64).reshape(-1, *self._shape[1:])
 
     def _new_part(self) -> _Part:

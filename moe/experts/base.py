@@ -226,13 +226,22 @@ class FusedExperts(nn.Module):
         """`hidden_states` in the experts' dtype, for experts that do not take fp8 themselves."""
         return hidden_states if scales is None else dequantize_blocks(hidden_states, scales, self.dtype)
 
+    @classmethod
+    def check_movable(cls) -> None:
+        """Check that these experts can move between ranks.
+
+        Raises:
+            ConfigError: the weights are kept in a layout that is not known.
+        """
+
     def slot_tensors(self) -> Sequence[Tensor]:
         """Everything that these experts compute with, each `[E_local, ...]` and contiguous: one row per expert, whose
         bytes may be changed between steps, in the order of the device's stream.
 
         Raises:
-            ConfigError: the weights are kept in a layout that is not known.
+            ConfigError: see `check_movable`.
         """
+        self.check_movable()
         return [*self.parameters(), *self.buffers()]
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from ubatch.errors import UBatchError, nearest, shown
 
@@ -52,10 +53,23 @@ class WrongValue(UBatchError):
     """
 
     def __init__(self, name: str, value: object, why: str, kind: str = "") -> None:
-        super().__init__(f"{name}: {why}, not {shown(value)}.")
         self.name, self.value, self.why = name, value, why
+        self._whole = kind == _WHOLE
+        super().__init__(f"{name}: {self.sentence(shown(value))}")
         self.missing = kind == "missing"
         self.unreadable = kind in _UNREADABLE
+
+    def sentence(self, value: str) -> str:
+        """`why`, with the value if that does not name it."""
+        return f"{self.why}." if self._whole else f"{self.why}, not {value}."
+
+
+_WHOLE = "names_the_value"
+
+
+def whole(message: str) -> PydanticCustomError:
+    """What a validator raises whose message names the wrong value itself; no full stop."""
+    return PydanticCustomError(_WHOLE, "{message}", {"message": message})
 
 
 class Group(BaseModel):

@@ -188,7 +188,7 @@ class _Field:
             if wrong.missing:
                 return value  # another field of the group is missing, not this one; the caller checks them together
             if wrong.unreadable:
-                why = f"{self.label}: {wrong.why}, not {shown(wrong.value)}."
+                why = f"{self.label}: {wrong.sentence(shown(wrong.value))}"
             else:
                 given = "" if self.flag.secret else f" {cut(_as_words(wrong.value))}"
                 why = f"{self.label}{given}: {wrong.why}."

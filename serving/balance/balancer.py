@@ -85,19 +85,19 @@ class Balancer:
         self.failed: Counter[str] = Counter()
         self.layers_moved = self.bytes_moved = 0
         self._first = book.placement
-        self._number, self._under_way = 0, False
-        self._wanted: ExpertPlacement | None = None  # by the order under way
+        self._number = 0
+        self._wanted: ExpertPlacement | None = None  # by the order under way; None if there is none
         self._lost: ExpertPlacement | None = None  # what engines that were started again have to come back to
         self._planning: asyncio.Task[None] | None = None
         self._steps = 0  # since the last plan
         self._logged_at = self._all_steps = 0
-        self._expected: Floats | float = 1.0
+        self._expected: Floats = np.ones(book.placement.num_layers)
         self._step_s, self._seen = _STEP_S, 0.0
 
     @property
     def moving(self) -> bool:
         """Whether an order is under way."""
-        return self._under_way
+        return self._wanted is not None
 
     def counted(self, rank: int, steps: int) -> None:
         """The book has got a rank's load of so many steps."""
@@ -113,28 +113,24 @@ class Balancer:
             and self._all_steps - self._logged_at >= self._config.log_balancedness_interval
         ):
             self._log()
-        if self._under_way or self._planning is not None:
+        if self.moving or self._planning is not None:
             return
-        parts = self._book.windows.history()[-PARTS:]
         if self._steps >= self._config.step_interval:
             self._steps = 0
-            self._plan(parts, MoveReason.INTERVAL)
+            self._plan(self._book.windows.history(PARTS), MoveReason.INTERVAL)
         elif self._config.balancedness_fall and self._steps >= self._config.window_size:
-            fallen = self._fallen(parts)
+            fallen = self._fallen(self._book.windows.history(PARTS))
             if len(fallen) >= _NEWEST:
                 self._plan(fallen, MoveReason.FALLEN)
 
     def _fallen(self, parts: Ints) -> Ints:
         """The newest of a window's parts, from which on balancedness has fallen. What was before is of other loads."""
         placement, fall = self._book.placement, self._config.balancedness_fall
-        expected = np.broadcast_to(self._expected, placement.num_layers)
-        fallen = [has_fallen(part, placement, expected, fall=fall) for part in parts]
+        fallen = [has_fallen(part, placement, self._expected, fall=fall) for part in parts]
         return parts[len(parts) - next((count for count, each in enumerate(fallen[::-1]) if not each), len(parts)) :]
 
     def _plan(self, windows: Ints, reason: MoveReason) -> None:
         placement = self._book.placement
-        if not len(windows):
-            return
         costs = MoveCosts(
             expert_bytes=self._bytes,
             step_s=max(self._step_s, 1e-6),
@@ -149,7 +145,7 @@ class Balancer:
                 _logger.exception("no placement could be planned: experts stay where they are")
                 self.failed[UNPLANNED] += 1
             else:
-                if self._book.placement is placement and not self._under_way:  # else engines were started again
+                if self._book.placement is placement and not self.moving:  # else engines were started again
                     self._decided(decision, reason, final=len(windows) >= PARTS or reason is not MoveReason.FALLEN)
             finally:
                 self._planning = None
@@ -177,29 +173,29 @@ class Balancer:
     def begin(self, placement: ExpertPlacement, layers: Sequence[int], reason: MoveReason) -> None:
         """Send an order; none may be under way."""
         self._number += 1
-        self._under_way, self._wanted = True, placement
+        self._wanted = placement
         self.rearrangements[reason] += 1
         self._send(self._number, placement, layers)
 
     def moved(self, number: int, layers: Sequence[int], num_bytes: int, failure: str, *, over: bool) -> None:
         """The ranks have switched layers, or ended an order."""
-        if number != self._number or self._wanted is None or not self._under_way:
+        if number != self._number or self._wanted is None:
             return  # of an earlier run
         if layers:
             self._book.placement = with_layers(self._book.placement, self._wanted, np.array(layers))
             self.layers_moved += len(layers)
             self.bytes_moved += num_bytes
         if over:
-            self._under_way, self._wanted, self._lost, self._steps = False, None, None, 0
+            self._wanted, self._lost, self._steps = None, None, 0
             if failure:
                 self.failed[failure] += 1
 
     def interrupted(self) -> None:
         """Engines have failed; those that are started again have their first placement."""
-        if self._under_way:
+        if self.moving:
             self.failed[INTERRUPTED] += 1
         self.close()  # there is nobody to obey the plan
-        self._under_way, self._wanted, self._planning = False, None, None
+        self._wanted = self._planning = None
 
     def restarted(self) -> None:
         """Engines were started again: bring them back to the placement in force."""

@@ -9,7 +9,7 @@ from itertools import chain
 from model_runner import ModelConfig, check_tensor_parallel
 from model_runner.parallel import LOCAL, check_schedules_by_name, make_placement, read_placement
 from model_runner.settings import beyond_full_attention
-from moe import check_all2all_options
+from moe import check_all2all_options, experts_class
 from moe.balance import EplbConfig
 from serving.balance import check_load_out
 from serving.engine.wire.secret import read_secret
@@ -173,7 +173,6 @@ _NO_EXCHANGE = {
     "emulated_link": "emulated_link is chosen by --emulated-link US MB/S, which also says how fast it is.",
 }
 
-
 _WITHOUT_MOVES = {"num_redundant_experts", "window_size"}
 """Keys of `eplb_config` that count even if experts do not move."""
 
@@ -191,6 +190,11 @@ def _parallelism(s: Settings) -> Iterator[str]:
         if idle and not s["enable_eplb"]:
             names = ", ".join(f"{s.spell('eplb_config')}.{name}" for name in sorted(idle))
             yield f"{names}: only experts that move look at it. Add {s.spell('enable_eplb')}."
+        if s["enable_eplb"] and s["moe_backend"] != "auto":
+            try:
+                experts_class(s["moe_backend"]).check_movable()
+            except ConfigError as error:
+                yield f"{s.spell('moe_backend')}, {s.spell('enable_eplb')}: {error}"
         return
     for name in ("all2all_backend", "all2all_options", "enable_eplb", "eplb_config", "init_expert_location"):
         if s[name]:
@@ -274,15 +278,15 @@ def _graphs(s: Settings) -> Iterator[str]:
         )
 
 
+_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+
+
 def _load_out(s: Settings) -> Iterator[str]:
     if s["expert_load_out"] is not None and s["node_rank"] == 0:
         try:
             check_load_out(s["expert_load_out"])
         except ConfigError as error:
             yield f"{s.spell('expert_load_out')} {error}"
-
-
-_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 def _shares(s: Settings, model: ModelConfig) -> Iterator[str]:

@@ -255,7 +255,7 @@ def _checked(table: Table, name: str, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: {_told(name, value)} is no Unicode text.") from None
         raise ConfigError(f"{where}: the value contains itself, or is nested too deeply.") from None
     except WrongValue as wrong:
-        raise ConfigError(f"{where}: {wrong.why}, not {_told(name, value)}.") from None
+        raise ConfigError(f"{where}: {wrong.sentence(_told(name, value))}") from None
 
 
 def _told(name: str, value: object) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +22,8 @@ class PackedExperts(RepackedExperts):
         self._packed = [(PackedLinear(up), PackedLinear(down)) for up, down in zip(self.w13, self.w2, strict=True)]
         del self.w13, self.w2
 
-    def slot_tensors(self) -> Sequence[Tensor]:
+    @classmethod
+    def check_movable(cls) -> None:
         """Refused: only oneDNN knows the layout.
 
         Raises:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from moe import experts_backends
 from moe.balance import EplbConfig
+from serving.arguments.fields import whole
 from ubatch import ConfigError, nearest
 from ubatch.errors import cut, shown
 
@@ -89,7 +90,7 @@ def _read_values(words: list[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not (name and equals and text):
-            raise ValueError(f"expected name=value, not {shown(word)}")
+            raise whole(f"expected name=value, not {shown(word)}")
         pairs.append((name, _read_value(text)))
     return _in_snake_case(pairs)
 
@@ -109,7 +110,7 @@ def _in_snake_case(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         known = name.replace("-", "_")
         if known in values:
-            raise ValueError(f"{cut(known)} is given twice")
+            raise whole(f"{cut(known)} is given twice")
         values[known] = value
     return values
 
@@ -158,7 +159,7 @@ def _read_balance(value: Any) -> Any:
         try:
             EplbConfig.of(each)
         except ConfigError as error:
-            raise ValueError(str(error).removesuffix(".")) from None
+            raise whole(str(error).removesuffix(".")) from None
         given = _in_snake_case([*given.items(), *each.items()])
     return given
 

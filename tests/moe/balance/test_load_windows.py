@@ -52,6 +52,7 @@ def test_ranks_that_report_early_as_they_pause_do_not_shift_the_parts() -> None:
                 each.add(rank, steps, counts(prefill=steps))
     assert each.ended == 2
     assert each.history().sum(axis=(1, 2)).tolist() == [8, 8, 8]
+    assert each.history(2).sum(axis=(1, 2)).tolist() == [8, 8]
 
 
 def test_engines_that_start_again_go_on_in_the_same_window() -> None:

@@ -12,12 +12,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from moe import ExpertPlacement
-from moe.balance import Decision, EplbConfig
+from moe.balance import Decision, EplbConfig, Ints
 from serving.balance import Balancer, LoadBook, balancer
 from serving.engine_metrics import show_moves
 
 EXPERTS = 8
 SKEWED, TURNED = [40, 30, 20, 10, 1, 1, 1, 1], [1, 1, 1, 1, 40, 30, 20, 10]
+
+
+def counts_of(loads: Sequence[int]) -> Ints:
+    """Of two layers, in prefills only."""
+    return np.array([[loads, loads], np.zeros((2, EXPERTS), dtype=int)])
 
 
 class Bench:
@@ -34,7 +39,7 @@ class Bench:
 
     async def count(self, steps: int, loads: Sequence[int]) -> None:
         """So many steps of both ranks, two at a time."""
-        counts = np.array([[loads, loads], np.zeros((2, EXPERTS), dtype=int)])
+        counts = counts_of(loads)
         for _ in range(steps // 2):
             for rank in range(2):
                 self.book.add(rank, 2, counts)
@@ -144,13 +149,12 @@ def test_a_pause_is_no_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(balancer, "decide", watch)
     monkeypatch.setattr(balancer.time, "monotonic", lambda: now[0])
-    counts = np.array([[SKEWED, SKEWED], np.zeros((2, EXPERTS), dtype=int)])
 
     async def scenario() -> None:
         bench = Bench()
         for steps, seconds in [(2, 0.04)] * 48 + [(1, 0.02), (1, 3600.0), (2, 3600.0)]:
             now[0] += seconds
-            bench.book.add(0, steps, counts)
+            bench.book.add(0, steps, counts_of(SKEWED))
             bench.balancer.counted(0, steps)
         await asyncio.wait([bench.balancer._planning] if bench.balancer._planning else [])
 
@@ -164,8 +168,7 @@ def test_a_plan_of_engines_that_have_failed_is_dropped() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.count(98, SKEWED)
-        counts = np.array([[SKEWED, SKEWED], np.zeros((2, EXPERTS), dtype=int)])
-        bench.book.add(0, 2, counts)
+        bench.book.add(0, 2, counts_of(SKEWED))
         bench.balancer.counted(0, 2)
         planning = bench.balancer._planning
         assert planning is not None

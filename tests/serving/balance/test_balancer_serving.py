@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 from typing import Any
 
@@ -23,13 +22,17 @@ from serving.engine.options import RestartLimits
 pytestmark = pytest.mark.ranks
 
 LONG = SamplingParams(max_tokens=120, ignore_eos=True)
+CONFIG: dict[str, Any] = {
+    "window_size": 20,
+    "step_interval": 10**9,
+    "balancedness_fall": 0.0,
+    "move_bytes_per_step": 300_000,
+}
 PROMPTS = [[5, 6, 7], [5, 5, 5, 5, 5, 5], [9] * 20, [11, 12]]
 
 
 def balanced(ranks: int = 2, **options: Any) -> Served:
-    config = {"window_size": 20, "step_interval": 10**9, "balancedness_fall": 0.0, "move_bytes_per_step": 300_000}
-    config |= options.pop("config", {})
-    config = EplbConfig(**config)
+    config = EplbConfig(**{**CONFIG, **options.pop("config", {})})
     return Served(tiny(ranks, expert_parallel=True, enable_eplb=True, eplb_config=config, **options))
 
 
@@ -39,8 +42,23 @@ async def all_tokens(client: EngineClient, prefix: str) -> list[list[int]]:
 
 
 def shuffled(placement: ExpertPlacement) -> ExpertPlacement:
-    rng = np.random.default_rng(random.Random(3).randrange(100))
+    rng = np.random.default_rng(30)
     return ExpertPlacement(rng.permuted(placement.experts, axis=1), placement.num_experts, placement.num_ranks)
+
+
+async def move_while_they_run(client: EngineClient) -> None:
+    """Experts go to other slots while requests run: all get the tokens that they get before and after."""
+    assert client.balancer is not None
+    assert client.loads is not None
+    first = await all_tokens(client, "a")
+    running = asyncio.create_task(all_tokens(client, "b"))
+    wanted = shuffled(client.loads.placement)
+    client.balancer.begin(wanted, range(4), MoveReason.INTERVAL)
+    assert await running == first
+    assert await wait_for(lambda: not client.balancer.moving)
+    assert client.loads.placement == wanted
+    assert not client.balancer.failed
+    assert await all_tokens(client, "c") == first
 
 
 @pytest.mark.parametrize(
@@ -59,7 +77,8 @@ def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveR
         assert client.loads is not None
         first = await all_tokens(client, "a")
         hottest = np.argsort(-client.loads.balance().tokens(), axis=1)  # all on rank 0
-        client.balancer.begin(ExpertPlacement(hottest, 8, 2), range(4), MoveReason.RESTORED)
+        skewed = ExpertPlacement(hottest, 8, 2)
+        client.balancer.begin(skewed, range(4), MoveReason.RESTORED)
         assert await wait_for(lambda: not client.balancer.moving)
         assert (client.loads.placement.experts == hottest).all()
         for turn in range(6):
@@ -69,7 +88,8 @@ def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveR
         assert client.balancer.rearrangements[reason] >= 1
         assert not client.balancer.failed
         assert client.balancer.bytes_moved
-        assert client.loads.balance().balancedness().mean() > 0.9
+        balance = client.loads.balance()  # of few tokens: how even they can be is chance
+        assert balance.balancedness().mean() > skewed.balancedness(balance.tokens()).mean() + 0.1
         assert await all_tokens(client, "c") == first
 
     served.run(scenario())
@@ -79,40 +99,14 @@ def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveR
 def test_tensor_parallel_ranks_move_together() -> None:
     """The follower gets orders from its leader's turns."""
     served = balanced(1, tensor_parallel_size=2)
-    client = served.client
-
-    async def scenario() -> None:
-        assert client.balancer is not None
-        assert client.loads is not None
-        first = await all_tokens(client, "a")
-        running = asyncio.create_task(all_tokens(client, "b"))
-        wanted = shuffled(client.loads.placement)
-        client.balancer.begin(wanted, range(4), MoveReason.INTERVAL)
-        assert await running == first
-        assert await wait_for(lambda: not client.balancer.moving)
-        assert client.loads.placement == wanted
-        assert not client.balancer.failed
-        assert await all_tokens(client, "c") == first
-
-    served.run(scenario())
+    served.run(move_while_they_run(served.client))
     served.close()
 
 
 def test_ranks_of_two_nodes_move() -> None:
-    config = EplbConfig(window_size=20, step_interval=10**9, balancedness_fall=0.0, move_bytes_per_step=300_000)
-
     async def scenario() -> None:
-        async with two_nodes(expert_parallel=True, enable_eplb=True, eplb_config=config) as (client, _):
-            assert client.balancer is not None
-            assert client.loads is not None
-            first = await all_tokens(client, "a")
-            running = asyncio.create_task(all_tokens(client, "b"))
-            wanted = shuffled(client.loads.placement)
-            client.balancer.begin(wanted, range(4), MoveReason.INTERVAL)
-            assert await running == first
-            assert await wait_for(lambda: not client.balancer.moving)
-            assert client.loads.placement == wanted
-            assert await all_tokens(client, "c") == first
+        async with two_nodes(expert_parallel=True, enable_eplb=True, eplb_config=EplbConfig(**CONFIG)) as (client, _):
+            await move_while_they_run(client)
 
     asyncio.run(scenario())
 

@@ -55,6 +55,16 @@ def test_keys_in_json_and_behind_points(words: list[str]) -> None:
     assert by_words().eplb_config == EplbConfig()
 
 
+def test_a_wrong_value_is_named_once() -> None:
+    for config, message in (
+        ({"window_size": "3"}, "eplb_config: window_size must be int, not '3' (str)."),
+        ({"step_interval": 0}, "eplb_config: step_interval must be at least 1, not 0."),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            options_of(eplb_config=config)
+        assert str(refused.value) == message
+
+
 @pytest.mark.parametrize("name", ["placement.yaml", "placement.json"])
 def test_a_placement_reaches_the_engines(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, TURNED)

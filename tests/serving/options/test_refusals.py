@@ -108,6 +108,9 @@ CALLS: Mapping[str, str] = {
     "EP --eplb-config.redundant 2": "unknown key 'redundant'",
     "EP --eplb-config 3": "--eplb-config 3: it should be a mapping",
     "EP --eplb-config.num_redundant_experts 2 --eplb-config.num-redundant-experts 3": "experts is given twice",
+    "EP --enable-eplb --moe-backend packed": (
+        "--moe-backend, --enable-eplb: experts back end 'packed' keeps weights in a layout that only oneDNN knows"
+    ),
     "EP --num-redundant-experts 2": "unknown flag --num-redundant-experts; use --eplb-config.num_redundant_experts.",
     "EP --init-expert-location nowhere.json": "--init-expert-location: cannot read nowhere.json",
     "--emulated-link 1 1": "--emulated-link needs --enable-expert-parallel, or --tensor-parallel-size 2",
