@@ -208,6 +208,12 @@ def open_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]], link: Emul
             runner.release(share.request)
 
 
+def prompts_of(setting: StepSetting) -> list[list[int]]:
+    """The prompts of its steps."""
+    requests = [share.request for share in setting.batch.shares]
+    return [request.token_ids[: request.num_prompt_tokens] for request in requests]
+
+
 def placement_of(setting: StepSetting) -> ExpertPlacement:
     """Where the experts are now."""
     placement = setting.runner.placement
