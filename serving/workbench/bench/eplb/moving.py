@@ -21,8 +21,7 @@ from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, ope
 from serving.workbench.bench.statistics import Interval, paired, print_arms, table
 from serving.workbench.bench.step_setting import slowest_rank
 
-MOST_MEDIAN, MOST_P99 = 1.02, 1.10
-STILL_TO_MOVING = 3
+_STILL_TO_MOVING = 3
 """Steps in which nothing moves, for each in which experts do."""
 _SHORTER = 4
 """Tokens of a prompt in the other parts, over those here."""
@@ -98,7 +97,7 @@ def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> Moving
         still(each)
         moving(each)
         for _ in progress(range(-(-moving_steps // (2 * each))), desc="moving", show=dist.get_rank() == 0):
-            before, between, after = still(STILL_TO_MOVING * each), moving(2 * each), still(STILL_TO_MOVING * each)
+            before, between, after = still(_STILL_TO_MOVING * each), moving(2 * each), still(_STILL_TO_MOVING * each)
             blocks["still"].append(before + after)
             blocks["moving"].append(between)
         rearranger.finish()
