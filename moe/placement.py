@@ -257,25 +257,29 @@ class ExpertPlacement:
         return table
 
     @cached_property
-    def shares(self) -> Floats:
+    def _shares(self) -> Floats:
         """`[L, R * S]`: the share of its expert's tokens that each slot gets, over all ranks; 0 for an idle slot."""
         expert = np.where(self.experts == IDLE, 0, self.experts)
         return np.where(self.experts == IDLE, 0.0, 1.0 / np.take_along_axis(self.replicas, expert, axis=1))
 
-    def rank_loads(self, loads: npt.NDArray[np.generic]) -> Floats:
-        """The tokens that each rank computes, by the rule of `dispatch_table`.
+    def slot_loads(self, loads: npt.NDArray[np.generic]) -> Floats:
+        """The tokens that each slot gets, by the rule of `dispatch_table`; 0 for an idle slot.
 
         Args:
             loads: `[..., L, E]`: tokens per layer and expert.
 
         Returns:
-            `[..., L, R]` float64.
+            `[..., L, R * S]` float64.
         """
         tokens: Floats = np.asarray(loads, dtype=np.float64)
         expert = np.broadcast_to(np.where(self.experts == IDLE, 0, self.experts), (*tokens.shape[:-1], self.num_slots))
-        of_slots: Floats = np.take_along_axis(tokens, expert, axis=-1) * self.shares
-        by_rank = of_slots.reshape(*tokens.shape[:-1], self.num_ranks, self.slots_per_rank)
-        return np.asarray(by_rank.sum(axis=-1), dtype=np.float64)
+        return np.asarray(np.take_along_axis(tokens, expert, axis=-1) * self._shares)
+
+    def rank_loads(self, loads: npt.NDArray[np.generic]) -> Floats:
+        """The tokens that each rank computes: `[..., L, R]` of loads `[..., L, E]`, see `slot_loads`."""
+        of_slots = self.slot_loads(loads)
+        by_rank = of_slots.reshape(*of_slots.shape[:-1], self.num_ranks, self.slots_per_rank)
+        return np.asarray(by_rank.sum(axis=-1))
 
     def balancedness(self, loads: npt.NDArray[np.generic]) -> Floats:
         """`[..., L]`: mean / max over ranks of `rank_loads`; 1 is perfect, and for a layer without tokens."""

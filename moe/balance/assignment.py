@@ -52,9 +52,7 @@ def _augment(
         shorter = (reached < length[going]) & ~seen[going]
         length[going] = np.where(shorter, reached, length[going])
         via[going] = np.where(shorter, at[:, None], via[going])
-        nearest = length[going] + 0.5 * (
-            row_of[of] >= 0
-        )  # of columns as near as each other, a free one ends the search
+        nearest = length[going] + 0.5 * (row_of[of] >= 0)  # of equally near ones a free column, which ends the search
         column = np.where(seen[going], np.inf, nearest).argmin(axis=1)
         least[going], seen[going, column], end[going] = length[going, column], True, column
         row[going] = row_of[of, column]

@@ -106,7 +106,8 @@ def decide(
     planned = plan_placement(tokens, in_force, nodes=nodes, groups=groups)
     tried = plan_placement(earlier, in_force, nodes=nodes, groups=groups) if earlier.any() else planned
     now, then = (each.rank_loads(later).max(axis=2) for each in (in_force, tried))  # [W, L]
-    before, after = (mean_balancedness(each, later) for each in (in_force, tried))
+    mean = later.sum(axis=(0, 2)) / in_force.num_ranks
+    before, after = (_ratio(mean, each.sum(axis=0)) for each in (now, then))
     if not now.any():
         return Decision(Verdict.NO_TOKENS, in_force, (), before, before, 0, 0.0, 0.0)
     # The busiest rank of each layer takes its part of the step, and takes as much less time as it has fewer tokens.
@@ -169,7 +170,7 @@ def has_fallen(
         fall: how much less counts, as a share of what was expected, on average over layers.
     """
     tokens = check_loads(window, in_force)
-    mean = in_force.rank_loads(tokens).mean(axis=1)
+    mean = tokens.sum(axis=1) / in_force.num_ranks
     some = mean > 0
     if not some.any():
         return False

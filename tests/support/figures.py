@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ def table_below(heading: str, document: Path = MEASURED) -> list[list[str]]:
     lines = document.read_text(encoding="utf-8").splitlines()
     (start,) = [number for number, line in enumerate(lines) if line.startswith(heading)]
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
-    return [line.strip("| ").split(" | ") for line in rows]
+    return [[cell.strip() for cell in re.split(r" \|(?= )", line.strip("| "))] for line in rows]
 
 
 def as_table(rows: list[list[str]]) -> str:

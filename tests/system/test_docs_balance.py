@@ -25,7 +25,7 @@ ROWS: Mapping[str, str] = {
     "counting": "{eplb[counting][share][prefill]:.3%} of a prefill, {eplb[counting][share][decode]:.2%} of a decode",
     "a step while experts move": "{eplb[moving][median]:.3fx []}",
     "its 99th percentile": "{eplb[moving][p99]:.3fx []}",
-    "a full rearrangement": "{rearrangement} of {eplb[moving_interval]} steps",
+    "a full rearrangement": "{rearrangement} of {eplb[options][step_interval]} steps",
     "balanced again": "{interval}; with early plans {early}",
 }
 """Begin of a row of the table -> its figures, see `figures.Figures`."""
@@ -39,13 +39,8 @@ def test_every_row_is_that_of_the_file() -> None:
         for mode, of in found["shift"]["shifts"].items()
     }
     errors = [f"{name} {step['error']:+.1%}" for name, step in found["predict"]["steps"].items()]
-    computed = {
-        **shifts,
-        "errors": "; ".join(errors),
-        "rearrangement": max(found["moving"]["rearrangements"]),
-    }
-    figures = Figures(computed)
-    figures["eplb"] = type(figures["eplb"])({**found, "moving_interval": found["options"]["step_interval"]})
+    rearrangement = max(found["moving"]["rearrangements"])
+    figures = Figures({**shifts, "errors": "; ".join(errors), "rearrangement": rearrangement})
     expected = {label: template.format_map(figures) for label, template in ROWS.items()}
     shown = table_below("| what | asked | measured |", DOCUMENT)
     labels = [next((label for label in expected if row[0].startswith(label)), None) for row in shown]

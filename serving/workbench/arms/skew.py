@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe import ExpertPlacement
-from moe.balance import Floats
+from moe.balance import Floats, mean_balancedness
 
 
 def zipf_loads(layers: int, experts: int, exponent: npt.ArrayLike, seed: int = 0) -> Floats:
@@ -29,6 +29,5 @@ def layer_skews(placement: ExpertPlacement, loads: Floats) -> tuple[float, ...]:
         loads: `[L, E]`, or `[steps, L, E]`; each step waits for the rank that is the busiest in it, so this is the mean
             over the steps, weighted by their tokens. A layer without tokens is balanced.
     """
-    ranks = placement.rank_loads(loads).reshape(-1, placement.num_layers, placement.num_ranks)
-    mean, busiest = ranks.mean(axis=2).sum(axis=0), ranks.max(axis=2).sum(axis=0)
-    return tuple(np.divide(busiest, mean, out=np.ones_like(mean), where=mean > 0).tolist())
+    steps = loads.reshape(-1, *loads.shape[-2:])
+    return tuple((1 / mean_balancedness(placement, steps)).tolist())

@@ -71,14 +71,20 @@ class ReportOptions(FileOptions):
     unwritten: ClassVar[frozenset[str]] = frozenset()
     measures: ClassVar[tuple[str, ...]] = ENGINE
 
-    def write(self, figures: Mapping[str, Any]) -> None:
-        """Write `figures`, the machine and these options if a file was asked for, and print its name."""
+    def write(self, figures: Mapping[str, Any], machine: Mapping[str, Any] | None = None) -> None:
+        """Write `figures`, the machine and these options if a file was asked for, and print its name.
+
+        Args:
+            machine: `environment()` as another thread saw it: one that is pinned sees fewer cores.
+        """
         if self.json_file is None:
             return
         options = self.model_dump(mode="json", exclude={"json_file", *self.unwritten})
         own = type(self).__module__.replace(".", "/")
         measured = stamp((*self.measures, f"{own}.py"))
-        write_json(self.json_file, {"environment": environment(), KEY: measured, "options": options, **figures})
+        write_json(
+            self.json_file, {"environment": machine or environment(), KEY: measured, "options": options, **figures}
+        )
         print(f"wrote {self.json_file}")
 
 

@@ -44,8 +44,7 @@ def draw_balance(loads: Floats | Ints, placement: ExpertPlacement) -> str:
         placement: where the experts are.
     """
     layers, slots, num_ranks = placement.num_layers, placement.num_slots, placement.num_ranks
-    expert = np.maximum(placement.experts, 0)
-    of_slots = np.take_along_axis(np.asarray(loads, dtype=np.float64), expert, axis=1) * placement.shares
+    of_slots = placement.slot_loads(loads)
     held = placement.experts >= 0
     means = of_slots.sum(axis=1) / held.sum(axis=1)
     relative = np.divide(of_slots, means[:, None], out=np.zeros_like(of_slots), where=means[:, None] > 0)

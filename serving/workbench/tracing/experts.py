@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,31 @@ class RecordedLoads:
     """The load of the experts in some time.
 
     Attributes:
-        views: whose load, in words -> `[L, E]`; the first one is all.
+        steps: `[steps, L, E]`; one step if it is not known what came when.
         placement: where the experts were.
-        steps: `[steps, L, E]`, the same as the first of `views` by time; one step if it is not known.
+        kinds: kind of steps, in words -> its part of the load, `[L, E]`; empty if it is not known.
     """
 
-    views: Mapping[str, Floats]
-    placement: ExpertPlacement
     steps: Floats
+    placement: ExpertPlacement
+    kinds: Mapping[str, Floats] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> Floats:
+        """`[L, E]`: the load of all steps."""
+        return np.asarray(self.steps.sum(axis=0))
 
     @property
     def figures(self) -> Mapping[str, Mapping[str, float]]:
-        """View -> its balancedness: `worst` of the layers, and `mean` over them."""
-        found = {name: self.placement.balancedness(loads) for name, loads in self.views.items()}
+        """Kind of steps, or all -> its balancedness: `worst` of the layers, and `mean` over them."""
+        views = {"all steps": self.whole, **self.kinds}
+        found = {name: self.placement.balancedness(loads) for name, loads in views.items()}
         return {name: {"worst": float(each.min()), "mean": float(each.mean())} for name, each in found.items()}
 
     @property
     def sentence(self) -> str:
         """`4 layers of 8 experts on 2 ranks; balancedness (mean / max over ranks) 0.76 in layer 2, the worst, ...`."""
-        of_layers = self.placement.balancedness(next(iter(self.views.values())))
+        of_layers = self.placement.balancedness(self.whole)
         where = self.placement
         held = f"{where.num_layers} layers of {where.num_experts} experts on {where.num_ranks} ranks"
         even = f"balancedness (mean / max over ranks) {of_layers.min():.2f} in layer {of_layers.argmin()}, the worst"
@@ -49,17 +56,16 @@ class RecordedLoads:
 
     def picture(self) -> str:
         """All of it, as SVG."""
-        return draw_balance(next(iter(self.views.values())), self.placement)
+        return draw_balance(self.whole, self.placement)
 
     def section(self) -> str:
         """HTML for `ubatch.write_html`."""
-        _, *others = self.views.items()
         parts = [f'<div class="bar"><b>Load of the experts</b><span>{html.escape(self.sentence)}.</span></div>']
         parts.append(self.picture())
         if len(self.steps) > 1:
             course = self.placement.balancedness(self.steps)
             parts.append(draw_course({"worst": course.min(axis=1), "mean": course.mean(axis=1)}))
-        for name, loads in others:
+        for name, loads in self.kinds.items():
             parts.append(
                 f"<details><summary>{html.escape(name)}</summary>{draw_balance(loads, self.placement)}</details>"
             )
@@ -84,8 +90,7 @@ def loads_of_traces(ranks: Sequence[RankTrace]) -> RecordedLoads | None:
     if not whole.any():
         return None
     kinds = {f"{LoadKind.PREFILL} steps": counts[0], f"{LoadKind.DECODE} steps": counts[1]}
-    views = {"all steps": whole, **{name: loads for name, loads in kinds.items() if loads.any()}}
-    return RecordedLoads(views, placement, whole[None])
+    return RecordedLoads(whole[None], placement, {name: loads for name, loads in kinds.items() if loads.any()})
 
 
 def loads_of_file(path: Path, num_ranks: int | None, placed: Path | None) -> RecordedLoads:
@@ -111,4 +116,4 @@ def loads_of_file(path: Path, num_ranks: int | None, placed: Path | None) -> Rec
         )
     if num_ranks not in (None, placement.num_ranks):
         raise ConfigError(f"{placed} has {placement.num_ranks} ranks, not {num_ranks}. Remove --ranks.")
-    return RecordedLoads({"all steps": steps.sum(axis=0)}, placement, steps)
+    return RecordedLoads(steps, placement)

@@ -51,7 +51,7 @@ def test_every_part_runs_prints_and_writes(tmp_path: Path, capfd: pytest.Capture
         assert [rank["sent"] for rank in layer] == [rank["received"] for rank in reversed(layer)]
     assert 0 < counting["share"]["prefill"]["median"] < 0.1
     moving, shift = report["moving"], report["shift"]
-    assert (moving["steps"], moving["moving_steps"]) == (24, 6)
+    assert (moving["tokens"], moving["steps"], moving["moving_steps"]) == (4 * 32 // 4, 24, 6)
     assert moving["moved_bytes"] >= 2 * 2 * 8 * 3 * 32 * 16 * 4  # both layers of both ranks, at least once
     assert [len(values) for values in moving["steps_ms"].values()] == [18, 6]
     assert all(1 <= steps <= 40 for steps in moving["rearrangements"])
@@ -60,6 +60,7 @@ def test_every_part_runs_prints_and_writes(tmp_path: Path, capfd: pytest.Capture
         (found,) = shift["shifts"][mode]
         assert found["before"] < found["best"] <= 1.0
         assert found["rearrangements"] >= (found["steps"] is not None)
+    assert printed.count(f"wrote {file}") == 6  # after each part
     for text in ("steps of a full rearrangement", "shifts of popularity (window 20 steps, interval 40)"):
         assert text in printed
     for text in ("of_possible", "same tokens: 0 of 128 differ", "predicted from balanced stages", "timed alone"):

@@ -4,10 +4,11 @@
     same       greedy tokens with balance against those without
     predict    the simulator's times of skewed steps, from the stages of balanced ones
     counting   what counting the load costs, timed alone
-    moving     steps while experts move, against steps while they do not
+    moving     steps while experts move, against steps while they do not; prompts have a quarter of their tokens
     shift      steps until experts are balanced again when others become popular
 
 The model is a random Qwen3-MoE of 100 M parameters; steps are prefills, and every rank is pinned to a core.
+The file of `--json` is written after each part: a run that is interrupted loses only the part that ran.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from serving.workbench.bench.eplb.predict import measure_predictions
 from serving.workbench.bench.eplb.same import compare_tokens
 from serving.workbench.bench.eplb.shift import measure_shifts
 from serving.workbench.bench.eplb.skewed import Skew, SkewedModels, open_skewed
-from serving.workbench.bench.options import ENGINE
+from serving.workbench.bench.statistics import environment
 from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
 
 _QUICK_BLOCKS = 3
@@ -47,7 +48,7 @@ class Part(StrEnum):
 class Options(StepOptions):
     """What to measure."""
 
-    measures = (*ENGINE, "serving/workbench/arms", "serving/workbench/bench/step_setting.py")
+    measures = (*StepOptions.measures, "serving/balance", "serving/workbench/bench/eplb")
 
     only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
     quick: Annotated[bool, Field(description="few blocks and steps: shows that it runs, not how fast")] = False
@@ -62,7 +63,11 @@ class Options(StepOptions):
     new_tokens: Annotated[int, Field(ge=1, description="same: generated for every prompt")] = 32
 
     moving_steps: Annotated[
-        int, Field(ge=1, description="moving: steps while experts move, and three times as many while they do not")
+        int,
+        Field(
+            ge=1,
+            description="moving: steps while experts move, and thrice as many without; prompts are cut to a quarter",
+        ),
     ] = 500
 
     shifts: Annotated[int, Field(ge=1, description="shift: how often others become popular, in each mode")] = 3
@@ -103,13 +108,12 @@ def run(options: Options) -> int:
     """Measure the parts asked for; returns 1 if one is void or its tokens differ."""
     print(options.describe(), flush=True)
     with model_folder(options) as model:
-        results: dict[str, Any] = run_ranks(_on_rank, options.ranks, options, model)
-    options.write(results)
+        results: dict[str, Any] = run_ranks(_on_rank, options.ranks, options, model, environment())
     return 1 if any(getattr(result, "void", False) for result in results.values()) else 0
 
 
 @torch.inference_mode()
-def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> dict[str, Any]:
+def _on_rank(rank: int, _: int, options: Options, model: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     skew = Skew(options.balancedness, options.exponent)
     with open_skewed(rank, options, model, skew, options.eplb) as models:
@@ -118,5 +122,6 @@ def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> dict[
             results[str(part)] = _MEASURES[part](models, options)
             if rank == 0:
                 results[str(part)].print()
+                options.write(results, machine)
                 print(end="", flush=True)
     return results

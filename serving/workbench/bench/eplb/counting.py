@@ -16,13 +16,11 @@ import torch.distributed as dist
 
 from moe.expert_map import map_and_count
 from serving.workbench.arms.cells import Cell, Grid, make_batch
-from serving.workbench.bench.eplb.skewed import SkewedModels, sparse_layers
+from serving.workbench.bench.eplb.skewed import SkewedModels, expert_loads, sparse_layers
 from serving.workbench.bench.statistics import Arm, Interval, bootstrap, paired, table
 from serving.workbench.bench.step_setting import StepSetting, interleave_on_ranks
-from ubatch import UBatchError
 from ubatch.schedules import SERIAL
 
-LIMIT = 0.005
 _CALLS, _CONTEXT = 50, 128
 
 
@@ -50,9 +48,7 @@ def measure_counting(models: SkewedModels, blocks: int) -> CountingResult:
     """Time counting, and steps beside it. Every rank calls it; all get the same."""
     setting = models.settings["without"]
     runner, batch = setting.runner, setting.batch
-    loads = runner.expert_loads
-    if loads is None:
-        raise UBatchError("the model counts no loads.")
+    loads = expert_loads(runner)
     layers, top_k = len(sparse_layers(runner)), runner.config.num_experts_per_tok
     random = torch.Generator().manual_seed(0)
 

@@ -1,5 +1,6 @@
 """What steps feel of experts that move: every expert of every layer changes its rank, again and again, and steps with
-this going on take turns with steps without, A B B A.
+this going on take turns with steps without, A B B A. Prompts have a quarter of the other parts' tokens: many steps are
+needed, and what moves in a step does not depend on its length, so short steps feel it most.
 
     median    of the steps of a block while experts move, over that of its other steps
     p99       of all steps while experts move, over that of all others
@@ -9,21 +10,21 @@ this going on take turns with steps without, A B B A.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from serving.progress import progress
-from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, placement_of
+from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, open_batch, placement_of, prompts_of
 from serving.workbench.bench.statistics import Interval, paired, print_arms, table
+from serving.workbench.bench.step_setting import slowest_rank
 
-MOST_MEDIAN, MOST_P99 = 1.02, 1.10
-STILL_TO_MOVING = 3
+_STILL_TO_MOVING = 3
 """Steps in which nothing moves, for each in which experts do."""
+_SHORTER = 4
+"""Tokens of a prompt in the other parts, over those here."""
 _RESAMPLES = 2000
 
 
@@ -32,6 +33,7 @@ class MovingResult:
     """Figures of steps in two lanes.
 
     Attributes:
+        tokens: of a rank, in each step.
         steps: measured, in all; `moving_steps` of them while experts moved.
         median, p99: see the module's top.
         rearrangements: steps that each full rearrangement took.
@@ -40,6 +42,7 @@ class MovingResult:
         steps_ms: raw times of all steps, slowest rank.
     """
 
+    tokens: int
     steps: int
     moving_steps: int
     median: Interval
@@ -50,8 +53,8 @@ class MovingResult:
     steps_ms: Mapping[str, Sequence[float]]
 
     def print(self) -> None:
-        moved = f"{self.moved_bytes / 1e6:.0f} MB"
-        print(f"\nmoving: {self.steps} steps, {self.moving_steps} of them while experts moved, {moved} in all")
+        steps = f"{self.steps} steps of {self.tokens} tokens"
+        print(f"\nmoving: {steps}, {self.moving_steps} while experts moved, {self.moved_bytes / 1e6:.0f} MB in all")
         print_arms(self.arms_ms, ".1f")
         print(table({"over steps without": "", "": ".3f"}, [("median", self.median), ("p99", self.p99)]))
         print(f"  steps of a full rearrangement   {', '.join(map(str, self.rearrangements)) or 'none ended'}")
@@ -64,58 +67,56 @@ def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> Moving
         moving_steps: to measure while experts move, at least.
         each: of them in each half of a block.
     """
-    setting, rearranger = models.settings["with"], models.rearranger
-    schedule = setting.schedule(2)
+    others, rearranger = models.settings["with"], models.rearranger
     blocks: dict[str, list[list[float]]] = {"still": [], "moving": []}
     rearrangements: list[int] = []
     taken, moved = 0, 0
 
-    def run(count: int, moving: bool) -> list[float]:
+    def still(count: int) -> list[float]:
+        with rearranger.paused():
+            return [setting.timed(schedule) for _ in range(count)]
+
+    def moving(count: int) -> list[float]:
         nonlocal taken, moved
         times = []
-        with nullcontext() if moving else rearranger.paused():
-            for _ in range(count):
-                if moving and not rearranger.mover.busy:
-                    rearranger.begin(on_next_ranks(placement_of(setting)))
-                times.append(setting.timed(schedule))
-                if not moving:
-                    continue
-                taken += 1
-                for news in rearranger.news():
-                    moved += news.num_bytes
-                    if news.over:
-                        rearrangements.append(taken)
-                        taken = 0
+        for _ in range(count):
+            if not rearranger.mover.busy:
+                rearranger.begin(on_next_ranks(placement_of(setting)))
+            times.append(setting.timed(schedule))
+            taken += 1
+            for news in rearranger.news():
+                moved += news.num_bytes
+                if news.over:
+                    rearrangements.append(taken)
+                    taken = 0
         return times
 
-    run(each, False)
-    run(each, True)
-    for _ in progress(range(-(-moving_steps // (2 * each))), desc="moving", show=dist.get_rank() == 0):
-        found: dict[str, list[float]] = {"still": [], "moving": []}
-        for name, count in (
-            ("still", STILL_TO_MOVING * each),
-            ("moving", each),
-            ("moving", each),
-            ("still", STILL_TO_MOVING * each),
-        ):
-            found[name] += run(count, name == "moving")
-        for name, times in found.items():
-            blocks[name].append(times)
-    rearranger.finish()
-    return _result({name: _slowest(of) for name, of in blocks.items()}, rearrangements, moved)
+    prompts = [prompt[: max(1, len(prompt) // _SHORTER)] for prompt in prompts_of(others)]
+    with open_batch(others.runner, prompts, models.link) as setting:
+        schedule = setting.schedule(2)
+        still(each)
+        moving(each)
+        for _ in progress(range(-(-moving_steps // (2 * each))), desc="moving", show=dist.get_rank() == 0):
+            before, between, after = still(_STILL_TO_MOVING * each), moving(2 * each), still(_STILL_TO_MOVING * each)
+            blocks["still"].append(before + after)
+            blocks["moving"].append(between)
+        rearranger.finish()
+    slowest = {name: _slowest(of) for name, of in blocks.items()}
+    return _result(sum(map(len, prompts)), slowest, rearrangements, moved)
 
 
 def _slowest(blocks: Sequence[Sequence[float]]) -> list[list[float]]:
-    table = torch.tensor(blocks, dtype=torch.float64)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    found: list[list[float]] = table.tolist()
-    return found
+    """For each step of each block, the largest value over the ranks."""
+    return list(slowest_rank({str(number): block for number, block in enumerate(blocks)}).values())
 
 
-def _result(blocks: Mapping[str, list[list[float]]], rearrangements: list[int], moved: int) -> MovingResult:
+def _result(
+    tokens: int, blocks: Mapping[str, list[list[float]]], rearrangements: list[int], moved: int
+) -> MovingResult:
     medians = {name: [median(block) for block in of] for name, of in blocks.items()}
     flat = {name: [value for block in of for value in block] for name, of in blocks.items()}
     return MovingResult(
+        tokens=tokens,
         steps=sum(map(len, flat.values())),
         moving_steps=len(flat["moving"]),
         median=paired(medians["moving"], medians["still"]),

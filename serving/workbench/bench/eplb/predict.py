@@ -29,7 +29,6 @@ from serving.workbench.bench.step_setting import SplitCompute, StepSetting, inte
 from ubatch import Schedule
 from ubatch.schedules import SERIAL, LayerTimes, RankLoad, layer_program, simulate_ranks
 
-LIMIT = 0.05
 _LANES = 2
 
 

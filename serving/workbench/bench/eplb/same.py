@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from model_runner import GenerationOutput, SamplingParams, generate
-from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, placement_of
+from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, placement_of, prompts_of
 from serving.workbench.bench.step_setting import StepSetting
 
 _TIE = 1e-4
@@ -54,9 +54,7 @@ def compare_tokens(models: SkewedModels, new_tokens: int) -> SameResult:
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=2)
 
     def run(setting: StepSetting) -> list[GenerationOutput]:
-        requests = [share.request for share in setting.batch.shares]
-        prompts = [request.token_ids[: request.num_prompt_tokens] for request in requests]
-        return generate(setting.runner, prompts, params)
+        return generate(setting.runner, prompts_of(setting), params)
 
     balanced = models.settings["with"]
     without, moved = run(models.settings["without"]), run(balanced)

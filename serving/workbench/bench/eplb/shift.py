@@ -26,6 +26,7 @@ from serving.balance.balancer import Balancer
 from serving.balance.load_book import LoadBook
 from serving.workbench.bench.eplb.skewed import (
     SkewedModels,
+    expert_loads,
     loads_of,
     open_batch,
     placement_of,
@@ -33,7 +34,6 @@ from serving.workbench.bench.eplb.skewed import (
     skewed_order,
 )
 from serving.workbench.bench.statistics import table
-from ubatch import UBatchError
 from ubatch.schedules import SERIAL
 
 GOOD = 0.9
@@ -190,7 +190,4 @@ class _Server:
         self._orders.append((placement, layers))
 
     def _snapshot(self) -> torch.Tensor:
-        counts = self.setting.runner.expert_loads
-        if counts is None:
-            raise UBatchError("the model has no routed experts.")
-        return counts.snapshot()
+        return expert_loads(self.setting.runner).snapshot()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from model_runner import ModelRunner
 from model_runner.balance import MoveNews
-from moe import EmulatedLink, ExpertPlacement, FusedMoEModularKernel, Router
+from moe import EmulatedLink, ExpertLoads, ExpertPlacement, FusedMoEModularKernel, Router
 from moe.balance import EplbConfig, Floats, plan_placement
 from serving.workbench.bench.step_setting import StepOptions, StepSetting, prefill_batch
 from ubatch import CommGroup, UBatchConfig, UBatchError
@@ -208,12 +208,25 @@ def open_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]], link: Emul
             runner.release(share.request)
 
 
+def prompts_of(setting: StepSetting) -> list[list[int]]:
+    """The prompts of its steps."""
+    requests = [share.request for share in setting.batch.shares]
+    return [request.token_ids[: request.num_prompt_tokens] for request in requests]
+
+
 def placement_of(setting: StepSetting) -> ExpertPlacement:
     """Where the experts are now."""
     placement = setting.runner.placement
     if placement is None:
         raise UBatchError("the model has no routed experts.")
     return placement
+
+
+def expert_loads(runner: ModelRunner) -> ExpertLoads:
+    """What its routers have counted."""
+    if runner.expert_loads is None:
+        raise UBatchError("the model has no routed experts.")
+    return runner.expert_loads
 
 
 def on_next_ranks(placement: ExpertPlacement) -> ExpertPlacement:
@@ -292,11 +305,9 @@ def _logit_spread(runner: ModelRunner, setting: StepSetting) -> list[float]:
 
 def loads_of(setting: StepSetting) -> Floats:
     """`[L, E]`: tokens of every expert in a step of all ranks. Every rank calls it."""
-    counts = setting.runner.expert_loads
-    if counts is None:
-        raise UBatchError("the model has no routed experts.")
-    before = counts.counts.clone()
+    counts = expert_loads(setting.runner).counts
+    before = counts.clone()
     setting.step(SERIAL)
-    loads = (counts.counts - before).sum(dim=0)
+    loads = (counts - before).sum(dim=0)
     dist.all_reduce(loads)
     return np.asarray(loads.numpy(), dtype=np.float64)
