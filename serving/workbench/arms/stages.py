@@ -10,7 +10,7 @@ A layer with linear attention has other times than one with full attention: each
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import mean
 
@@ -25,6 +25,7 @@ from ubatch.schedules import (
     LayerTimes,
     Op,
     Pass,
+    RankLoad,
     UnevenTimes,
     Wait,
     median_programs,
@@ -148,7 +149,6 @@ def layer_times(program: Sequence[Op]) -> LayerStages:
     kinds: list[str] = []
     sums: _Sums = defaultdict(float)  # of the current layer
     kind, own = "", 0
-    stage, before_launch, launched = "attn_prepare", "attn_core", False
 
     def end_layer() -> None:
         nonlocal sums, own
@@ -156,28 +156,17 @@ def layer_times(program: Sequence[Op]) -> LayerStages:
         kinds.extend([kind] * own)
         sums, own = defaultdict(float), 0
 
-    for op in program:
+    for op, stage in _stages(program):
         match op:
             case Compute(seconds):
-                sums[before_launch if launched else stage] += seconds
-                launched = False
-            case Launch(key):
-                way = _transfer(key)
-                sums[way] += max(op.seconds, op.receive_s or 0.0)
-                own += way == "combine"
-                before_launch, launched = stage if stage != "shared" else before_launch, True
-                stage = stage if way in _AFTER or key.startswith("dispatch_counts") else "shared"
-            case Wait(key):
-                if _transfer(key) in _AFTER:
-                    stage = _AFTER[_transfer(key)]
-                elif not key.startswith("dispatch_counts"):
-                    stage = "experts" if key.startswith("dispatch") else "attn_prepare"
+                sums[stage] += seconds
+            case Launch():
+                sums[stage] += max(op.seconds, op.receive_s or 0.0)
+                own += stage == "combine"
             case Pass(Point.ATTN_PREPARE, layer):
-                kind, stage = layer, "attn_core"
-            case Pass(Point.OUTPUT | Point.LAYER as point):
-                stage = "attn_prepare"
-                if point == Point.LAYER:
-                    end_layer()
+                kind = layer
+            case Pass(Point.LAYER):
+                end_layer()
     end_layer()
     if not kinds:
         raise ConfigError("the traced step has no MoE layer whose tokens travel; there is nothing to schedule.")
@@ -188,6 +177,60 @@ def layer_times(program: Sequence[Op]) -> LayerStages:
     names = [field.name for field in fields(LayerTimes)]
     times = {each: LayerTimes(**{name: total[name] / layers[each] for name in names}) for each, total in totals.items()}
     return LayerStages(times, tuple(kinds))
+
+
+def with_loads(program: Sequence[Op], loads: Sequence[RankLoad]) -> list[Op]:
+    """A lane's program of a step with balanced experts, as it is with these loads of its rank in every MoE layer.
+
+    Raises:
+        ConfigError: the program has another number of MoE layers.
+    """
+    found: list[Op] = []
+    combines = [0]  # of every layer so far
+    for op, stage in _stages(program):
+        load = loads[min(len(combines), len(loads)) - 1]
+        match op:
+            case Compute(seconds) if stage == "experts":
+                op = Compute(load.experts * seconds)
+            case Launch() if stage in ("dispatch", "combine"):
+                ways = (load.sent, load.received) if stage == "dispatch" else (load.received, load.sent)
+                received = op.seconds if op.receive_s is None else op.receive_s
+                op = replace(op, seconds=op.seconds * ways[0], receive_s=received * ways[1])
+                combines[-1] += stage == "combine"
+            case Pass(Point.LAYER) if combines[-1]:
+                combines.append(0)
+        found.append(op)
+    layers = sum(map(bool, combines))
+    if layers != len(loads):
+        raise ConfigError(f"loads of {len(loads)} layers were given for {layers}. Give those of every layer.")
+    return found
+
+
+def _stages(program: Sequence[Op]) -> Iterator[tuple[Op, str]]:
+    """Every operation with the field of `LayerTimes` that its time counts for; points and waits have none."""
+    stage, before_launch, launched = "attn_prepare", "attn_core", False
+    for op in program:
+        match op:
+            case Compute():
+                yield op, before_launch if launched else stage
+                launched = False
+            case Launch(key):
+                way = _transfer(key)
+                yield op, way
+                before_launch, launched = stage if stage != "shared" else before_launch, True
+                stage = stage if way in _AFTER or key.startswith("dispatch_counts") else "shared"
+            case Wait(key):
+                yield op, ""
+                if _transfer(key) in _AFTER:
+                    stage = _AFTER[_transfer(key)]
+                elif not key.startswith("dispatch_counts"):
+                    stage = "experts" if key.startswith("dispatch") else "attn_prepare"
+            case Pass(point):
+                yield op, ""
+                if point == Point.ATTN_PREPARE:
+                    stage = "attn_core"
+                elif point in (Point.OUTPUT, Point.LAYER):
+                    stage = "attn_prepare"
 
 
 def _add(total: _Sums, more: _Sums) -> None:

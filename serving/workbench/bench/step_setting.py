@@ -69,6 +69,12 @@ class ModelOptions(BlockOptions):
     random: Random = "qwen3-moe"
     layers: Annotated[int | None, Field(ge=2, description="of the random model; 8 if not given")] = None
 
+    @property
+    def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
+        """Of the random model."""
+        size = RANDOM_MODELS[self.random]()
+        return size if self.layers is None else replace(size, num_hidden_layers=self.layers)
+
 
 _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Between steps that are cut differently, in all numbers together: a library's products may depend on the cut."""
@@ -198,11 +204,8 @@ def model_folder(options: ModelOptions) -> Iterator[Path]:
         fetch_weights(located, "--model")
         yield located.folder
         return
-    size = RANDOM_MODELS[options.random]()
-    if options.layers is not None:
-        size = replace(size, num_hidden_layers=options.layers)
     with tempfile.TemporaryDirectory() as folder:
-        yield make_random_checkpoint(Path(folder) / f"random-{options.random}", size)
+        yield make_random_checkpoint(Path(folder) / f"random-{options.random}", options.size)
 
 
 @contextmanager

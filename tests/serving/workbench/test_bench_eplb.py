@@ -13,13 +13,14 @@ from model_runner import FinishReason, GenerationOutput, RandomQwen3Moe, make_ra
 from model_runner.step.logprobs import TokenLogprobs
 from moe import ExpertPlacement, SoftmaxTopKRouter
 from serving.cli import main
+from serving.workbench.arms.stages import with_loads
 from serving.workbench.bench.eplb.gain import share_of_possible
 from serving.workbench.bench.eplb.moving import ratio_of_p99
 from serving.workbench.bench.eplb.predict import predicted_s
 from serving.workbench.bench.eplb.same import SameResult, count_different
 from serving.workbench.bench.eplb.skewed import UniformRouter, on_next_ranks
-from ubatch import get_schedule
-from ubatch.schedules import LayerTimes, RankLoad, rank_loads
+from ubatch import ConfigError, get_schedule
+from ubatch.schedules import Compute, Launch, LayerTimes, Op, RankLoad, layer_program, rank_loads, simulate_ranks
 
 pytestmark = pytest.mark.long
 
@@ -82,11 +83,33 @@ def test_the_share_of_what_is_possible_by_hand() -> None:
     assert share_of_possible([0.1] * 3, [0.1] * 3, [0.05] * 3).median == 0.0
 
 
-def test_predictions_by_hand() -> None:
-    times = LayerTimes(attn_core=1e-2, experts=4e-2, dispatch=0.0, combine=0.0)
+def traced(program: list[Op]) -> list[Op]:
+    """As traced: behind every launch what the transport computed."""
+    return [each for op in program for each in ((op, Compute(0.0)) if isinstance(op, Launch) else (op,))]
+
+
+def test_predictions_are_those_of_the_loads_from_the_start() -> None:
+    times = LayerTimes(attn_core=1e-2, experts=4e-2, dispatch=2e-2, combine=1e-2)
     serial = get_schedule("serial")
-    assert predicted_s(times, serial, [[RankLoad(), RankLoad()]] * 3) == pytest.approx(0.15)
-    assert predicted_s(times, serial, [rank_loads([3, 1]), rank_loads([1, 3])]) == pytest.approx(2 * 0.07)
+    balanced = [traced(layer_program(times, 2, serial))]
+    even = [[RankLoad(), RankLoad()]] * 2
+    assert predicted_s([[balanced, balanced]] * 3, serial, even) == pytest.approx(0.16)
+    skewed = [rank_loads([3, 1]), rank_loads([1, 3])]
+    lines = simulate_ranks([[layer_program(times, 2, serial, own)] for own in zip(*skewed, strict=True)], serial)
+    expected = max(line.seconds for line in lines)
+    assert predicted_s([[balanced, balanced]] * 3, serial, skewed) == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="loads of 3 layers were given for 2"):
+        with_loads(balanced[0], [RankLoad()] * 3)
+
+
+def test_a_disturbance_of_either_rank_delays_both() -> None:
+    """Each step takes as long as its slower rank, which the mean of the ranks would hide."""
+    serial = get_schedule("serial")
+    fast, slow = (
+        [traced(layer_program(LayerTimes(attn_core=own, experts=4e-2, dispatch=0.0, combine=0.0), 1, serial))]
+        for own in (1e-2, 3e-2)
+    )
+    assert predicted_s([[fast, slow], [slow, fast]], serial, [[RankLoad()] * 2]) == pytest.approx(0.07)
 
 
 def test_all_experts_change_their_ranks_together() -> None:

@@ -14,6 +14,7 @@ The file of `--json` is written after each part: a run that is interrupted loses
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from model_runner import RandomDeepseekV3, RandomQwen3Moe
 from moe.balance import EplbConfig
 from serving.ranks import run_ranks
 from serving.workbench.bench.eplb.counting import measure_counting
@@ -34,6 +36,8 @@ from serving.workbench.bench.statistics import environment
 from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
 
 _QUICK_BLOCKS = 3
+_STEPS = 15
+"""While experts move, in each half of a block of `moving`."""
 
 
 class Part(StrEnum):
@@ -52,6 +56,7 @@ class Options(StepOptions):
 
     only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
     quick: Annotated[bool, Field(description="few blocks and steps: shows that it runs, not how fast")] = False
+    experts_per_token: Annotated[int, Field(ge=1, description="of the random model")] = 8
     balancedness: Annotated[
         float, Field(gt=0, le=1, description="mean / busiest rank of experts in the order of their ids")
     ] = 0.65
@@ -71,6 +76,11 @@ class Options(StepOptions):
     ] = 500
 
     shifts: Annotated[int, Field(ge=1, description="shift: how often others become popular, in each mode")] = 3
+
+    @property
+    def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
+        """Of the random model."""
+        return replace(super().size, num_experts_per_tok=self.experts_per_token)
 
     @property
     def eplb(self) -> EplbConfig:
@@ -100,7 +110,9 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
     Part.SHIFT: lambda models, options: measure_shifts(
         models, options.eplb, options.balancedness, min(options.shifts, options.rounds)
     ),
-    Part.MOVING: lambda models, options: measure_moving(models, options.steps_while_moving, options.rounds),
+    Part.MOVING: lambda models, options: measure_moving(
+        models, options.steps_while_moving, min(options.rounds, _STEPS)
+    ),
 }
 
 

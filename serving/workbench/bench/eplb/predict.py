@@ -1,8 +1,8 @@
 """Whether the simulator says what a skewed step takes, from the stages of a balanced one.
 
-    stages      of steps with perfect balance, two lanes one after the other; means over lanes, layers and ranks
+    stages      of steps with perfect balance, two lanes one after the other
     loads       of every layer and rank of a skewed step: tokens of its experts, rows that its end of the link carries
-    predicted   all ranks simulated with these stages and loads, and what a step takes around its lanes
+    predicted   all ranks simulated with these stages and loads, step by step, and what a step takes around its lanes
     measured    the skewed step, interleaved A B B A with the steps whose stages are timed
 
 Two kinds of steps: lanes one after the other, in which nothing overlaps, and lanes under the schedule.
@@ -11,9 +11,8 @@ Two kinds of steps: lanes one after the other, in which nothing overlaps, and la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,13 @@ from torch import Tensor
 
 from moe import FusedMoEModularKernel
 from moe.expert_map import map_and_count
-from serving.workbench.arms.programs import Programs
-from serving.workbench.arms.stages import HANDOFF_S, layer_times
+from serving.workbench.arms.programs import Programs, predict_step
+from serving.workbench.arms.stages import HANDOFF_S, with_loads
 from serving.workbench.bench.eplb.skewed import SkewedModels, sparse_layers
 from serving.workbench.bench.statistics import Arm, Interval, bootstrap, print_arms, table
 from serving.workbench.bench.step_setting import SplitCompute, StepSetting, interleave_on_ranks
 from ubatch import Schedule
-from ubatch.schedules import SERIAL, LayerTimes, RankLoad, layer_program, simulate_ranks
+from ubatch.schedules import SERIAL, RankLoad
 
 _LANES = 2
 
@@ -47,13 +46,11 @@ class PredictResult:
 
     Attributes:
         steps: by setting and kind of step.
-        times: stages of a balanced lane and layer, seconds.
         loads: by setting, layer and rank.
         arms_ms: raw block means, slowest rank.
     """
 
     steps: Mapping[str, Prediction]
-    times: LayerTimes
     loads: Mapping[str, Sequence[Sequence[RankLoad]]]
     arms_ms: Mapping[str, Sequence[float]]
 
@@ -76,30 +73,27 @@ def measure_predictions(models: SkewedModels, blocks: int) -> PredictResult:
             arms[f"{name}, {kind}"] = partial(models.settings[name].timed, schedule)
     loads = {name: rank_loads_of(models.settings[name], balanced) for name in ("without", "with")}
     found = interleave_on_ranks(arms, blocks, "predict")
-    times, around_ms = balanced_times(split.steps()), split.around_ms()
+    balanced_steps, around_ms = split.steps(), split.around_ms()
     steps = {}
     for name, of_layers in loads.items():
         for kind, schedule in kinds.items():
-            predicted = predicted_s(times, schedule, of_layers) * 1e3 + around_ms
+            predicted = predicted_s(balanced_steps, schedule, of_layers) * 1e3 + around_ms
             measured = bootstrap(found[f"{name}, {kind}"])
             steps[f"{name}, {kind}"] = Prediction(predicted, measured, predicted / measured.median - 1)
-    return PredictResult(steps, times, loads, found)
+    return PredictResult(steps, loads, found)
 
 
-def balanced_times(steps: Sequence[Sequence[Programs]]) -> LayerTimes:
-    """Mean stages of one lane and layer, over layers, lanes and ranks; medians over steps (step -> rank -> lanes)."""
-    found = [[next(iter(layer_times(lane).times.values())) for rank in step for lane in rank] for step in steps]
-    names = [field.name for field in fields(LayerTimes)]
-    return LayerTimes(
-        **{name: median(fmean(getattr(lane, name) for lane in lanes) for lanes in found) for name in names}
-    )
-
-
-def predicted_s(times: LayerTimes, schedule: Schedule, loads: Sequence[Sequence[RankLoad]]) -> float:
-    """Seconds of the lanes of a step, from stages with balanced experts and the loads of every layer and rank."""
-    ranks = [layer_program(times, len(loads), schedule, own) for own in zip(*loads, strict=True)]
-    lines = simulate_ranks([[program] * schedule.lanes for program in ranks], schedule, HANDOFF_S)
-    return max(line.seconds for line in lines)
+def predicted_s(
+    balanced: Sequence[Sequence[Programs]], schedule: Schedule, loads: Sequence[Sequence[RankLoad]]
+) -> float:
+    """Seconds of the lanes of a step, from balanced ones (step -> rank -> lanes) and the loads of every layer and
+    rank."""
+    of_ranks = list(zip(*loads, strict=True))
+    steps = [
+        [[with_loads(lane, own) for lane in lanes] for lanes, own in zip(step, of_ranks, strict=True)]
+        for step in balanced
+    ]
+    return predict_step(steps, schedule, HANDOFF_S)
 
 
 def rank_loads_of(setting: StepSetting, balanced: StepSetting) -> list[list[RankLoad]]:
