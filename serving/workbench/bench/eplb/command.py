@@ -4,10 +4,11 @@
     same       greedy tokens with balance against those without
     predict    the simulator's times of skewed steps, from the stages of balanced ones
     counting   what counting the load costs, timed alone
-    moving     steps while experts move, against steps while they do not; prompts have a quarter of their tokens
+    moving     steps while experts move, against steps while they do not; prompts have half of their tokens
     shift      steps until experts are balanced again when others become popular
 
-The model is a random Qwen3-MoE of 100 M parameters; steps are prefills, and every rank is pinned to a core.
+The model is a random Qwen3-MoE of 100 M parameters with four layers, which has 64 experts in each, eight of them for a
+token; steps are prefills, and every rank is pinned to a core.
 The file of `--json` is written after each part: a run that is interrupted loses only the part that ran.
 """
 
@@ -36,6 +37,8 @@ from serving.workbench.bench.statistics import environment
 from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
 
 _QUICK_BLOCKS = 3
+_GAIN = 8
+"""Blocks of `gain` for each that was asked for: a share of a difference needs more of them than a ratio."""
 _STEPS = 15
 """While experts move, in each half of a block of `moving`."""
 
@@ -56,7 +59,7 @@ class Options(StepOptions):
 
     only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
     quick: Annotated[bool, Field(description="few blocks and steps: shows that it runs, not how fast")] = False
-    experts_per_token: Annotated[int, Field(ge=1, description="of the random model")] = 8
+    layers: Annotated[int | None, Field(ge=2, description="of the random model; 4 if not given")] = None
     balancedness: Annotated[
         float, Field(gt=0, le=1, description="mean / busiest rank of experts in the order of their ids")
     ] = 0.65
@@ -71,7 +74,7 @@ class Options(StepOptions):
         int,
         Field(
             ge=1,
-            description="moving: steps while experts move, and thrice as many without; prompts are cut to a quarter",
+            description="moving: steps while experts move, and thrice as many without; prompts are cut to half",
         ),
     ] = 500
 
@@ -79,8 +82,11 @@ class Options(StepOptions):
 
     @property
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
-        """Of the random model."""
-        return replace(super().size, num_experts_per_tok=self.experts_per_token)
+        """Of the random model: half as many layers as elsewhere, each with twice as many experts, eight per token."""
+        size = replace(super().size, num_hidden_layers=self.layers or 4, num_experts_per_tok=8)
+        if isinstance(size, RandomQwen3Moe):
+            return replace(size, num_experts=2 * size.num_experts)
+        return replace(size, n_routed_experts=2 * size.n_routed_experts)
 
     @property
     def eplb(self) -> EplbConfig:
@@ -103,7 +109,7 @@ class Options(StepOptions):
 
 
 _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
-    Part.GAIN: lambda models, options: measure_gain(models, options.rounds),
+    Part.GAIN: lambda models, options: measure_gain(models, options.rounds * (1 if options.quick else _GAIN)),
     Part.SAME: lambda models, options: compare_tokens(models, options.new_tokens),
     Part.PREDICT: lambda models, options: measure_predictions(models, options.rounds),
     Part.COUNTING: lambda models, options: measure_counting(models, options.rounds),

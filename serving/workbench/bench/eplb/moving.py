@@ -1,5 +1,5 @@
 """What steps feel of experts that move: every expert of every layer changes its rank, again and again, and steps with
-this going on take turns with steps without, A B B A. Prompts have a quarter of the other parts' tokens: many steps are
+this going on take turns with steps without, A B B A. Prompts have half of the other parts' tokens: many steps are
 needed, and what moves in a step does not depend on its length, so short steps feel it most.
 
     median    of the steps of a block while experts move, over that of its other steps
@@ -23,7 +23,7 @@ from serving.workbench.bench.step_setting import slowest_rank
 
 _STILL_TO_MOVING = 3
 """Steps in which nothing moves, for each in which experts do."""
-_SHORTER = 4
+_SHORTER = 2
 """Tokens of a prompt in the other parts, over those here."""
 _RESAMPLES = 2000
 

@@ -34,8 +34,6 @@ from pydantic import Field
 
 from model_runner import (
     GrammarRows,
-    RandomDeepseekV3,
-    RandomQwen3Moe,
     SamplingParams,
     TokenGrammar,
     make_random_checkpoint,
@@ -48,7 +46,7 @@ from serving.workbench.bench.options import SERVER, Dtype
 from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.structured_device import measure_device
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, print_machine
-from serving.workbench.bench.step_setting import RANDOM_MODELS, ModelOptions
+from serving.workbench.bench.step_setting import ModelOptions
 from ubatch import ConfigError, UBatchError
 
 _TEXTS = 20
@@ -245,9 +243,7 @@ def _model(options: Options) -> Iterator[Path]:
         fetch_weights(located, "--model")
         yield located.folder
         return
-    size: RandomQwen3Moe | RandomDeepseekV3 = RANDOM_MODELS[options.random](vocab_size=options.vocabulary or 2048)
-    if options.layers is not None:
-        size = replace(size, num_hidden_layers=options.layers)
+    size = replace(options.size, vocab_size=options.vocabulary or 2048)
     with tempfile.TemporaryDirectory() as temporary:
         folder = make_random_checkpoint(Path(temporary) / f"random-{options.random}", size)
         end = _write_tokenizer(folder, size.vocab_size)
