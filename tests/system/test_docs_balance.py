@@ -38,7 +38,7 @@ def test_every_row_is_that_of_the_file() -> None:
         mode: f"{max(each['steps'] or 10**9 for each in of)} of {found['shift']['most'][mode]} steps"
         for mode, of in found["shift"]["shifts"].items()
     }
-    errors = [f"{name} {step['error']:+.1%}" for name, step in found["predict"]["steps"].items()]
+    errors = [f"{name} {step['ratio']['median'] - 1:+.1%}" for name, step in found["predict"]["steps"].items()]
     rearrangement = max(found["moving"]["rearrangements"])
     figures = Figures({**shifts, "errors": "; ".join(errors), "rearrangement": rearrangement})
     expected = {label: template.format_map(figures) for label, template in ROWS.items()}

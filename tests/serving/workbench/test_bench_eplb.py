@@ -52,7 +52,7 @@ def test_every_part_runs_prints_and_writes(tmp_path: Path, capfd: pytest.Capture
         assert [rank["sent"] for rank in layer] == [rank["received"] for rank in reversed(layer)]
     assert 0 < counting["share"]["prefill"]["median"] < 0.1
     moving, shift = report["moving"], report["shift"]
-    assert (moving["tokens"], moving["steps"], moving["moving_steps"]) == (4 * 32 // 4, 24, 6)
+    assert (moving["tokens"], moving["steps"], moving["moving_steps"]) == (4 * 32 // 2, 24, 6)
     assert moving["moved_bytes"] >= 2 * 2 * 8 * 3 * 32 * 16 * 4  # both layers of both ranks, at least once
     assert [len(values) for values in moving["steps_ms"].values()] == [18, 6]
     assert all(1 <= steps <= 40 for steps in moving["rearrangements"])

@@ -68,7 +68,7 @@ class Options(StepOptions):
     window_size: Annotated[int, Field(ge=1, description="steps whose load is looked at")] = 250
     step_interval: Annotated[int, Field(ge=1, description="steps from one plan to the next")] = 500
     ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 0.5
-    new_tokens: Annotated[int, Field(ge=1, description="same: generated for every prompt")] = 32
+    new_tokens: Annotated[int, Field(ge=1, description="same: generated for every prompt")] = 128
 
     moving_steps: Annotated[
         int,

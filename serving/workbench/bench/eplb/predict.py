@@ -3,7 +3,7 @@
     stages      of steps with perfect balance, two lanes one after the other
     loads       of every layer and rank of a skewed step: tokens of its experts, rows that its end of the link carries
     predicted   all ranks simulated with these stages and loads, step by step, and what a step takes around its lanes
-    measured    the skewed step, interleaved A B B A with the steps whose stages are timed
+    measured    the skewed step, in the same A B B A block
 
 Two kinds of steps: lanes one after the other, in which nothing overlaps, and lanes under the schedule.
 """
@@ -23,7 +23,7 @@ from moe.expert_map import map_and_count
 from serving.workbench.arms.programs import Programs, predict_step
 from serving.workbench.arms.stages import HANDOFF_S, with_loads
 from serving.workbench.bench.eplb.skewed import SkewedModels, sparse_layers
-from serving.workbench.bench.statistics import Arm, Interval, bootstrap, print_arms, table
+from serving.workbench.bench.statistics import Arm, Interval, bootstrap, paired, print_arms, table
 from serving.workbench.bench.step_setting import SplitCompute, StepSetting, interleave_on_ranks
 from ubatch import Schedule
 from ubatch.schedules import SERIAL, RankLoad
@@ -33,11 +33,11 @@ _LANES = 2
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's predicted and measured milliseconds; `error` is predicted / measured - 1."""
+    """A step's milliseconds, of blocks; `ratio` is predicted / measured, block by block."""
 
-    predicted_ms: float
+    predicted_ms: Interval
     measured_ms: Interval
-    error: float
+    ratio: Interval
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class PredictResult:
     def print(self) -> None:
         print("\npredicted from balanced stages")
         print_arms(self.arms_ms, ".1f")
-        rows = [(name, step.predicted_ms, step.measured_ms, step.error) for name, step in self.steps.items()]
-        print(table({"step": "", "predicted": ".1f", "measured": ".1f", "error": "+.1%"}, rows))
+        rows = [(name, step.predicted_ms, step.measured_ms, step.ratio) for name, step in self.steps.items()]
+        print(table({"step": "", "predicted": ".1f", "measured": ".1f", "predicted / measured": ".3f"}, rows))
 
 
 def measure_predictions(models: SkewedModels, blocks: int) -> PredictResult:
@@ -77,9 +77,14 @@ def measure_predictions(models: SkewedModels, blocks: int) -> PredictResult:
     steps = {}
     for name, of_layers in loads.items():
         for kind, schedule in kinds.items():
-            predicted = predicted_s(balanced_steps, schedule, of_layers) * 1e3 + around_ms
-            measured = bootstrap(found[f"{name}, {kind}"])
-            steps[f"{name}, {kind}"] = Prediction(predicted, measured, predicted / measured.median - 1)
+            predicted = [
+                predicted_s(balanced_steps[2 * block : 2 * block + 2], schedule, of_layers) * 1e3 + around_ms
+                for block in range(blocks)
+            ]
+            measured = found[f"{name}, {kind}"]
+            steps[f"{name}, {kind}"] = Prediction(
+                bootstrap(predicted), bootstrap(measured), paired(predicted, measured)
+            )
     return PredictResult(steps, loads, found)
 
 

@@ -10,6 +10,7 @@ import re
 import tempfile
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from serving.workbench.bench.faults.load import Load, kill, running_load
 from serving.workbench.bench.faults.referee import Tally
 from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, UNLIMITED, Found, Setting
 from serving.workbench.bench.faults.victims import Footprint, Subject, footprint, subject
-from serving.workbench.bench.peers.process import wait_for_rest
+from serving.workbench.bench.peers.process import cpu_seconds, wait_for_rest
 from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import GREEDY, greedy_tasks, send_and_check
@@ -37,6 +38,7 @@ _SETTLE_S = 2.0
 _LOOK_S = 0.01
 _FEW = 16
 _COST_REQUESTS, _COST_TOKENS, _BLOCKS_OF_A_PAIR = 64, 256, 3
+_PROCESSOR = ", processor"
 _ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
 
 
@@ -143,26 +145,28 @@ def run_cost(setting: Setting) -> Found:
     Every third block has new servers: each server measures which kernels are fastest when it starts, and its choice may
     differ from another's by more than a restart costs.
     """
-    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    found: dict[str, list[float]] = defaultdict(list)
     left, arms = setting.sizes.blocks, [("on", _ON), ("off", _OFF)]
     while left:
         blocks = min(left, _BLOCKS_OF_A_PAIR)
         for name, values in _pair(setting, dict(arms), blocks).items():
-            seconds[name] += values
+            found[name] += values
         left, arms = left - blocks, arms[::-1]
-    ratio = paired(seconds["off"], seconds["on"])
+    ratio = paired(found["off"], found["on"])
+    processor = paired(found[f"on{_PROCESSOR}"], found[f"off{_PROCESSOR}"])
     tokens = _COST_REQUESTS * _COST_TOKENS
-    for name, values in seconds.items():
-        print(f"  {name:4} {bootstrap([tokens / each for each in values]):.0f} tokens/s")
-    print(f"  throughput, on over off   {ratio:.3f}", flush=True)
+    for name in ("on", "off"):
+        print(f"  {name:4} {bootstrap([tokens / each for each in found[name]]):.0f} tokens/s")
+    print(f"  throughput, on over off                {ratio:.3f}")
+    print(f"  the server's processor time, likewise  {processor:.3f}", flush=True)
     faults = (
         [f"cost: throughput with restarts is {ratio:.3f} of that without"] if ratio.median < _LEAST_THROUGHPUT else []
     )
-    return Found({"seconds": seconds, "ratio": ratio}, faults)
+    return Found({"seconds": found, "ratio": ratio, "processor": processor}, faults)
 
 
 def _pair(setting: Setting, flags: Mapping[str, str], blocks: int) -> Mapping[str, list[float]]:
-    """Seconds of each block, by server."""
+    """Seconds of each block, by server; and those of processors."""
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
@@ -172,15 +176,15 @@ def _pair(setting: Setting, flags: Mapping[str, str], blocks: int) -> Mapping[st
         rng = random.Random(0)
         prompts = [rng.choices(pool, k=32) for _ in range(_COST_REQUESTS)]
         sessions = [each.pid for each in servers.values()]
-        arms = {name: partial(_visit, each, prompts, sessions) for name, each in servers.items()}
+        arms = {name: partial(_visit, name, each, prompts, sessions) for name, each in servers.items()}
         return interleave_arms(arms, blocks, label="blocks")
 
 
-def _visit(server: Subject, prompts: list[list[int]], sessions: list[int]) -> float:
+def _visit(name: str, server: Subject, prompts: list[list[int]], sessions: list[int]) -> dict[str, float]:
     wait_for_rest(sessions)
-    begun = time.perf_counter()
+    used, begun = cpu_seconds([server.pid]), time.perf_counter()
     asyncio.run(send_and_check(server.server, greedy_tasks(prompts, _COST_TOKENS)))
-    return time.perf_counter() - begun
+    return {name: time.perf_counter() - begun, f"{name}{_PROCESSOR}": cpu_seconds([server.pid]) - used}
 
 
 # -- what grows
