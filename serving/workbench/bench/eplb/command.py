@@ -37,7 +37,7 @@ from serving.workbench.bench.statistics import environment
 from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
 
 _QUICK_BLOCKS = 3
-_GAIN = 8
+_GAIN = 4
 """Blocks of `gain` for each that was asked for: a share of a difference needs more of them than a ratio."""
 _STEPS = 15
 """While experts move, in each half of a block of `moving`."""
