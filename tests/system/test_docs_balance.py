@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from figures import RESULTS, Figures, as_table, results, table_below
+from figures import Figures, as_table, results, table_below
 from repository import ROOT
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not (RESULTS / "eplb.json").is_file(), reason="`ubatch bench eplb` was not measured"),
-]
+pytestmark = pytest.mark.long
 
 DOCUMENT = ROOT / "docs" / "expert-balance.md"
 ROWS: Mapping[str, str] = {

@@ -185,24 +185,24 @@ def with_loads(program: Sequence[Op], loads: Sequence[RankLoad]) -> list[Op]:
     Raises:
         ConfigError: the program has another number of MoE layers.
     """
-    found: list[Op] = []
-    combines = [0]  # of every layer so far
-    for op, stage in _stages(program):
-        load = loads[min(len(combines), len(loads)) - 1]
-        match op:
-            case Compute(seconds) if stage == "experts":
-                op = Compute(load.experts * seconds)
-            case Launch() if stage in ("dispatch", "combine"):
-                ways = (load.sent, load.received) if stage == "dispatch" else (load.received, load.sent)
-                received = op.seconds if op.receive_s is None else op.receive_s
-                op = replace(op, seconds=op.seconds * ways[0], receive_s=received * ways[1])
-                combines[-1] += stage == "combine"
-            case Pass(Point.LAYER) if combines[-1]:
-                combines.append(0)
-        found.append(op)
-    layers = sum(map(bool, combines))
+    layers = len(layer_times(program).kinds)
     if layers != len(loads):
         raise ConfigError(f"loads of {len(loads)} layers were given for {layers}. Give those of every layer.")
+    found: list[Op] = []
+    layer, combined = 0, False
+    for op, stage in _stages(program):
+        match op:
+            case Compute(seconds) if stage == "experts":
+                op = Compute(loads[layer].experts * seconds)
+            case Launch() if stage in ("dispatch", "combine"):
+                there, back = loads[layer].sent, loads[layer].received
+                if stage == "combine":
+                    there, back, combined = back, there, True
+                received = op.seconds if op.receive_s is None else op.receive_s
+                op = replace(op, seconds=op.seconds * there, receive_s=received * back)
+            case Pass(Point.LAYER) if combined:
+                layer, combined = layer + 1, False
+        found.append(op)
     return found
 
 
