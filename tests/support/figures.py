@@ -13,12 +13,28 @@ from typing import Any
 
 from repository import ROOT
 
-__all__ = ["GPU", "MEASURED", "README", "RESULTS", "Figures", "as_table", "interval", "results", "table_below"]
+__all__ = [
+    "FIGURE",
+    "GPU",
+    "MEASURED",
+    "README",
+    "RESULTS",
+    "Figures",
+    "as_table",
+    "interval",
+    "results",
+    "table_below",
+]
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
 GPU = ROOT / "docs" / "gpu.md"
+_NUMBER = r"[+-]?\d[\d.,]*"
+FIGURE = re.compile(
+    rf"(?<![\w.,/-]){_NUMBER}(?: to {_NUMBER})? ?(?:ms|us|ns|%|tokens/s|[GM]B/s|GFLOP/s)(?![\w-])|\d[\d.]*x(?![\w-])"
+)
+"""A number with a unit of something measured."""
 
 
 def results(name: str) -> Any:

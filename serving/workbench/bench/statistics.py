@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from serving.progress import progress
 from ubatch.process import num_cores
 
+Rows = npt.NDArray[np.intp]
 _RESAMPLES = 2000
 _DRIFT_BLOCKS = 20
 _FLAGS = (
@@ -27,7 +29,7 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class Interval:
-    """A median with its 95% bootstrap interval."""
+    """A median, or what `resampled` was asked for, with its 95% bootstrap interval."""
 
     median: float
     low: float
@@ -38,13 +40,21 @@ class Interval:
         return f"{self.median:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
+def resampled(count: int, value: Callable[[Rows], Any]) -> Interval:
+    """A value of `count` rows, with its 95% interval under resampling of rows (seeded).
+
+    Args:
+        value: of the rows with these numbers, `[..., count]`; for each of the leading dimensions.
+    """
+    draws = np.random.default_rng(0).integers(0, count, size=(_RESAMPLES, count))
+    low, high = np.percentile(value(draws), [2.5, 97.5])
+    return Interval(float(value(np.arange(count))), float(low), float(high))
+
+
 def bootstrap(values: Sequence[float]) -> Interval:
     """Median of `values` and the 95% interval of the median under resampling (seeded)."""
     sample = np.asarray(values, dtype=float)
-    draws = np.random.default_rng(0).integers(0, len(sample), size=(_RESAMPLES, len(sample)))
-    medians = np.median(sample[draws], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return Interval(float(np.median(sample)), float(low), float(high))
+    return resampled(len(sample), lambda rows: np.median(sample[rows], axis=-1))
 
 
 def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
@@ -57,10 +67,12 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) ->
     count = min(_DRIFT_BLOCKS, len(numerators))
     blocks = np.array_split(np.asarray([numerators, denominators]), count, axis=1)
     table = np.asarray([block.sum(axis=1) for block in blocks])
-    draws = np.random.default_rng(0).integers(0, len(table), size=(_RESAMPLES, len(table)))
-    sums = table[draws].sum(axis=1)
-    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
-    return Interval(sum(numerators) / sum(denominators), float(low), float(high))
+
+    def ratio(rows: Rows) -> Any:
+        above, below = np.moveaxis(table[rows].sum(axis=-2), -1, 0)
+        return above / below
+
+    return resampled(count, ratio)
 
 
 Arm = Callable[[], float | Mapping[str, float]]

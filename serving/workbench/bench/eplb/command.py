@@ -1,6 +1,6 @@
 """`ubatch bench eplb`: what balanced experts gain and cost, on two ranks with skewed routers over an emulated link.
 
-    gain       without, with, and with perfect balance; with DBO and without
+    gain       without, with, and with perfect balance; with DBO and without; four times as many blocks
     same       greedy tokens with balance against those without
     predict    the simulator's times of skewed steps, from the stages of balanced ones
     counting   what counting the load costs, timed alone
@@ -39,7 +39,7 @@ from serving.workbench.bench.step_setting import StepOptions, calibrate, model_f
 _QUICK_BLOCKS = 3
 _GAIN = 4
 """Blocks of `gain` for each that was asked for: a share of a difference needs more of them than a ratio."""
-_STEPS = 15
+_HALF_BLOCK = 15
 """While experts move, in each half of a block of `moving`."""
 
 
@@ -117,7 +117,7 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
         models, options.eplb, options.balancedness, min(options.shifts, options.rounds)
     ),
     Part.MOVING: lambda models, options: measure_moving(
-        models, options.steps_while_moving, min(options.rounds, _STEPS)
+        models, options.steps_while_moving, min(options.rounds, _HALF_BLOCK)
     ),
 }
 

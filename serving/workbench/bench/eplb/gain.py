@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from serving.workbench.bench.eplb.skewed import SkewedModels
-from serving.workbench.bench.statistics import Arm, Interval, fastest, paired, print_arms, table
+from serving.workbench.bench.statistics import Arm, Interval, Rows, fastest, paired, print_arms, resampled, table
 from serving.workbench.bench.step_setting import interleave_on_ranks
 
 LEAST_POSSIBLE = 1.15
-_RESAMPLES = 2000
 _LANES = {"serial": 1, "dbo": 2}
 
 
@@ -90,8 +90,9 @@ def share_of_possible(without: Sequence[float], balanced: Sequence[float], perfe
     """
     times = np.asarray([without, balanced, perfect])
     gains = times[0] / times[1:] - 1
-    draws = np.random.default_rng(0).integers(0, gains.shape[1], size=(_RESAMPLES, gains.shape[1]))
-    own, most = np.median(gains[:, draws], axis=2)
-    low, high = np.percentile(own / most, [2.5, 97.5])
-    found = np.median(gains, axis=1)
-    return Interval(float(found[0] / found[1]), float(low), float(high))
+
+    def share(rows: Rows) -> Any:
+        own, most = np.median(gains[:, rows], axis=-1)
+        return own / most
+
+    return resampled(len(without), share)

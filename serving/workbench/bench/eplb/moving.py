@@ -12,20 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from serving.progress import progress
 from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, open_batch, placement_of, prompts_of
-from serving.workbench.bench.statistics import Interval, paired, print_arms, table
+from serving.workbench.bench.statistics import Interval, Rows, paired, print_arms, resampled, table
 from serving.workbench.bench.step_setting import slowest_rank
 
 _STILL_TO_MOVING = 3
 """Steps in which nothing moves, for each in which experts do."""
 _SHORTER = 2
 """Tokens of a prompt in the other parts, over those here."""
-_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,10 @@ def _result(
 
 def ratio_of_p99(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> Interval:
     """Ratio of the 99th percentiles over all blocks, with its 95% interval, by resampling blocks (seeded)."""
-    above, below = np.asarray(numerators), np.asarray(denominators)
-    draws = np.random.default_rng(0).integers(0, len(above), size=(_RESAMPLES, len(above)))
-    ratios = [np.percentile(above[draw], 99) / np.percentile(below[draw], 99) for draw in draws]
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return Interval(float(np.percentile(above, 99) / np.percentile(below, 99)), float(low), float(high))
+    both = np.asarray(numerators), np.asarray(denominators)
+
+    def ratio(rows: Rows) -> Any:
+        above, below = (np.percentile(of[rows], 99, axis=(-2, -1)) for of in both)
+        return above / below
+
+    return resampled(len(numerators), ratio)
