@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from ubatch.trace.stages import stage_names
 
 KINDS = (LINEAR_ATTENTION, "", LINEAR_ATTENTION, LINEAR_ATTENTION)
 SLOW_S = 4e-3
+TRACED = 5  # steps: one alone may be disturbed
 LINEAR_TOO = {"norm, linear attention's projections", "linear attention, router"}
 GRID = Grid(("prefill",), 16, 64, 8, 16, 1)
 CELL = Cell("prefill", 64)
@@ -61,7 +63,7 @@ def stages_of_a_hybrid(rank: int, world_size: int, path: str, trace_file: str) -
         model = arms.stage_model(batch)
         found = arms.search(batch, lambda own: best_schedules(own, "prefill", [], max_lanes=2, max_chunks=2, keep=1))
         lanes = Arm("in turns", SCHEDULES["two_batch_decode"].one_by_one())
-        step = traced_step(lambda: arms.run(lanes, batch), None)
+        steps = [traced_step(lambda: arms.run(lanes, batch), None) for _ in range(TRACED)]
         with tracing() as trace, torch.inference_mode():
             arms.run(Arm("two", SCHEDULES["two_batch_decode"]), batch)
     if rank == 0:
@@ -76,7 +78,7 @@ def stages_of_a_hybrid(rank: int, world_size: int, path: str, trace_file: str) -
     return {
         "model": model,
         "found": [each.schedule for each in found],
-        "programs": write_steps([[step.programs]]),
+        "programs": write_steps([[step.programs] for step in steps]),
         "tokens": [list(output.token_ids) for output in outputs],
         "engaged": engaged,
     }
@@ -105,9 +107,8 @@ def test_a_hybrids_kinds_are_told_apart_from_the_trace_to_the_schedule(tmp_path:
     assert one[LINEAR_ATTENTION].attn_core > one[""].attn_core + 0.7 * SLOW_S
 
     # The simulator's step is as long as the traced one, whose lanes ran in turns.
-    ((programs,),) = read_steps(first["programs"])
     turns = SCHEDULES["two_batch_decode"].one_by_one()
-    traced = simulate(programs, turns).compute_s
+    traced = median(simulate(programs, turns).compute_s for (programs,) in read_steps(first["programs"]))
     predicted = simulate([layer_program(model.times(2, 1, True), len(KINDS), turns)] * 2, turns).compute_s
     assert 2 * linear * SLOW_S < predicted < 1.5 * traced
     assert traced < 1.5 * predicted
