@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from model_runner.decoder.base import ExpertParallel, check_tensor_parallel
 from model_runner.drafting.network import load_draft
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.errors import fits_in_memory
-from model_runner.memory.host_memory import keep_freed_memory
+from model_runner.memory.host_memory import keep_freed_memory, lasting_memory
 from model_runner.memory.memory_profile import CudaMemory, measured_blocks
 from model_runner.models.registry import read_model
 from model_runner.parallel.placement import make_placement
@@ -84,11 +85,18 @@ class ModelRunner(StepRunner):
         self.device, self.max_num_seqs = torch.device(own.device), own.max_num_seqs
         if own.dbo_auto:
             warnings.warn(_DBO_AUTO, DeprecationWarning, stacklevel=2)
-        if self.device.type == "cpu":
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
             keep_freed_memory()
+        with lasting_memory() if on_cpu else nullcontext():
+            self._make()
+        self.clear_expert_loads()
 
+    def _make(self) -> None:
+        """Load what runs, and make what it runs with."""
+        own = self.settings
         options = {"dtype": own.dtype, "device": self.device, "streams": own.streams, "progress": own.on_weights}
-        checkpoint = open_checkpoint(model_path, own.load_format, **options)
+        checkpoint = open_checkpoint(self.model_path, own.load_format, **options)
         self._load(checkpoint)
         several, size = own.group is not None and own.group.size > 1, own.tensor_parallel_size
         self.split_cost = split_cost(self.model, several_ranks=several, tensor_parallel_size=size)
@@ -97,7 +105,6 @@ class ModelRunner(StepRunner):
         self.streams = StepStreams(self.device, own.streams, own.group)
         self._beside = []
         self._size_cache(checkpoint)
-        self.clear_expert_loads()
         checkpoint.close()
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -5,16 +5,23 @@ size. Each page then costs a page fault, on a virtual machine some microseconds:
 tokens alone took 9 ms instead of 0.25 ms. Steps allocate the same sizes again and again, so keeping freed memory helps:
 a prefill of 1,024 tokens through 8 layers goes from thousands of faults per step to none. Lanes take turns, so threads
 that have no arena of their own yet share the main one, and reuse memory that another lane freed.
+
+Weights and caches are the exception. They live as long as their model, and what is freed then goes back to the kernel
+(`lasting_memory`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -3, -4, -8
+_ONE_BY_ONE = (_M_MMAP_MAX, 65_536)  # glibc's own: as many blocks may be mapped by themselves
 _SETTINGS = (
-    (_M_MMAP_THRESHOLD, 32 << 20),  # the most glibc accepts; larger tensors are still mapped one by one
+    (_M_MMAP_THRESHOLD, 32 << 20),  # the most glibc accepts: of what is mapped one by one at all
+    (_M_MMAP_MAX, 0),
     (_M_TRIM_THRESHOLD, 2**31 - 1),
     (_M_TOP_PAD, 64 << 20),
     (_M_ARENA_MAX, 1),
@@ -27,9 +34,26 @@ def keep_freed_memory() -> bool:
     Returns:
         True if it was set (glibc); False on other systems, which work unchanged.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
-        return False
-    return all(libc.mallopt(name, value) == 1 for name, value in _SETTINGS)
+    libc = _glibc()
+    return libc is not None and all(libc.mallopt(name, value) == 1 for name, value in _SETTINGS)
+
+
+@contextmanager
+def lasting_memory() -> Iterator[None]:
+    """Within, blocks of 32 MiB and more are mapped one by one, and go back to the kernel when they are freed, unless
+    they fit between what else is in use. What steps have kept so far goes back first."""
+    libc = _glibc()
+    if libc is None:
+        yield
+        return
+    libc.malloc_trim(0)
+    libc.mallopt(*_ONE_BY_ONE)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _glibc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
