@@ -1,7 +1,8 @@
 // Products of rows, sorted by expert, with the weights of their experts; see moe/grouped_linear.py.
 //
 // A job multiplies one panel of one expert's weight (some columns of the output) with that expert's rows, or with a
-// block of them if there are many. It reads the panel from memory once, and from the cache for each further tile:
+// block of them if there are many. It reads the panel from memory once, and from the cache for each further tile. All
+// panels pass a block before the next one begins, so its rows stay in the cache:
 //
 //     weight   [experts, panels, inputs, 2 * LANES]    in the order in which it is read
 //     tile     up to MAX_ROWS rows x 2 * LANES columns, in registers
@@ -76,7 +77,7 @@ typedef struct {
     int form;
 } product;
 
-// A product's jobs: experts x panels x `blocks` of rows.
+// A product's jobs: experts x `blocks` of rows x panels.
 typedef struct {
     int64_t blocks;
 } jobs;
@@ -102,8 +103,8 @@ static void run(const product *p, jobs split, copied *scratch) {
     const int64_t columns = p->form == GATED ? LANES : WIDTH, blocks = split.blocks, panels = p->panels;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t job = 0; job < p->experts * blocks * panels; job++) {
-        const int64_t block = job % blocks, panel = job / blocks % panels, column = panel * columns;
-        const int64_t expert = job / blocks / panels;
+        const int64_t panel = job % panels, block = job / panels % blocks, column = panel * columns;
+        const int64_t expert = job / panels / blocks;
         int64_t row = p->first_row[expert] + block * BLOCK_ROWS, end = p->first_row[expert + 1];
         if (end > row + BLOCK_ROWS) end = row + BLOCK_ROWS;
         while (row < end) {
