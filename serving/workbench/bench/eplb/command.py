@@ -39,8 +39,8 @@ from serving.workbench.bench.step_setting import StepOptions, calibrate, model_f
 _QUICK_BLOCKS = 3
 _GAIN = 4
 """Blocks of `gain` for each that was asked for: a share of a difference needs more of them than a ratio."""
-_HALF_BLOCK = 15
-"""While experts move, in each half of a block of `moving`."""
+_HALF_BLOCK = 1
+"""Steps while experts move, in each half of a block of `moving`: the shorter, the less has the machine changed."""
 
 
 class Part(StrEnum):
@@ -99,8 +99,8 @@ class Options(StepOptions):
 
     @property
     def steps_while_moving(self) -> int:
-        """Steps that are measured while experts move; a quick run has one block."""
-        return 1 if self.quick else self.moving_steps
+        """Steps that are measured while experts move."""
+        return _QUICK_BLOCKS * 2 * _HALF_BLOCK if self.quick else self.moving_steps
 
     @property
     def rounds(self) -> int:
@@ -116,9 +116,7 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
     Part.SHIFT: lambda models, options: measure_shifts(
         models, options.eplb, options.balancedness, min(options.shifts, options.rounds)
     ),
-    Part.MOVING: lambda models, options: measure_moving(
-        models, options.steps_while_moving, min(options.rounds, _HALF_BLOCK)
-    ),
+    Part.MOVING: lambda models, options: measure_moving(models, options.steps_while_moving, _HALF_BLOCK),
 }
 
 

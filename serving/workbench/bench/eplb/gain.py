@@ -7,9 +7,10 @@ both          throughput of DBO and balance together over that of the better one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,11 @@ class GainResult:
 
 def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
     """Run all arms, and compute the figures. Every rank calls it; all get the same."""
-    arms: dict[str, Arm] = {
-        f"{name} {lanes}": partial(setting.timed, setting.schedule(count))
-        for lanes, count in _LANES.items()
-        for name, setting in models.settings.items()
-    }
+    arms: dict[str, Arm] = {}
+    for lanes, count in _LANES.items():
+        steps = {name: partial(each.timed, each.schedule(count)) for name, each in models.settings.items()}
+        arms[f"without {lanes}"] = steps["without"]
+        arms[f"balanced {lanes}"] = _side_by_side({f"{name} {lanes}": steps[name] for name in ("with", "perfect")})
     found = interleave_on_ranks(arms, blocks, "gain")
 
     def of(name: str, lanes: str) -> Sequence[float]:
@@ -82,17 +83,29 @@ def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
     )
 
 
+def _side_by_side(steps: Mapping[str, Callable[[], float]]) -> Arm:
+    """An arm of two kinds of steps, A B B A: they differ little, so they are closer to each other than to the rest."""
+
+    def run() -> dict[str, float]:
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for name in (*steps, *reversed([*steps])):
+            times[name].append(steps[name]())
+        return {name: fmean(values) for name, values in times.items()}
+
+    return run
+
+
 def share_of_possible(without: Sequence[float], balanced: Sequence[float], perfect: Sequence[float]) -> Interval:
     """(with - without) / (perfect - without) of throughputs, from times by block.
 
-    Both differences are medians of block-by-block ratios to `without`: a share of single blocks would divide by a
-    difference that noise brings near zero. The interval is that of resampled blocks (seeded).
+    Throughputs are relative to the perfect one: medians of block-by-block ratios, as a share of single blocks would
+    divide by a difference that noise brings near zero. The interval is that of resampled blocks (seeded).
     """
     times = np.asarray([without, balanced, perfect])
-    gains = times[0] / times[1:] - 1
+    relative = times[2] / times[:2]
 
     def share(rows: Rows) -> Any:
-        own, most = np.median(gains[:, rows], axis=-1)
-        return own / most
+        least, own = np.median(relative[:, rows], axis=-1)
+        return (own - least) / (1 - least)
 
     return resampled(len(without), share)

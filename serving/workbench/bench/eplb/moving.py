@@ -74,6 +74,7 @@ def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> Moving
 
     def still(count: int) -> list[float]:
         with rearranger.paused():
+            setting.timed(schedule)  # in it, what was on its way arrives
             return [setting.timed(schedule) for _ in range(count)]
 
     def moving(count: int) -> list[float]:
