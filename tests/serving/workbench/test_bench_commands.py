@@ -144,7 +144,8 @@ def check_fairness(report: Report, file: Path) -> None:
     for arm in arms:
         assert len(arm["rounds"]) == 4
         assert ordered(arm["stretch"])
-        assert (arm["overlapped"] > 0) == (arm["dbo"] and arm["limit"] == "off"), "64 tokens are below the threshold"
+        assert arm["dbo"] or not arm["overlapped"]
+    assert arms[3]["overlapped"] < arms[2]["overlapped"]  # 64 tokens are too few; when streams have ended, more come
     assert arms[0]["throughput"]["median"] == arms[2]["throughput"]["median"] == 1.0
 
 
