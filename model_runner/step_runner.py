@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -39,6 +40,7 @@ from model_runner.step.request_memory import RequestMemory
 from model_runner.step.step import Step
 from moe import ExpertPlacement
 from ubatch import ForwardMode, SplitCost, UBatchWrapper
+from ubatch.ranks import in_gaps
 from ubatch.streams import to_device
 from ubatch.wrapper import run_decided
 
@@ -161,7 +163,8 @@ class StepRunner(CapturingRunner, RequestMemory):
         shard = WHOLE if self.tensor_parallel is None else self.tensor_parallel.shard
         with self.streams.planning():
             step = plan_step(step, self.attention, shard, needed_rows=needed_rows)
-        outputs = run_decided(self.wrapper if wrapper is None else wrapper, step)
+        with nullcontext() if self.mover is None else in_gaps(self.mover.fill_gap):
+            outputs = run_decided(self.wrapper if wrapper is None else wrapper, step)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def forward(self, step: Step) -> Tensor:

@@ -70,6 +70,7 @@ class Carrier:
 
     Attributes:
         nbytes: of the buffers.
+        launches: rounds that were launched so far.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Carrier:
             self._away, self._home = (torch.empty(room, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
         self._factors = 2 * torch.arange(-(-room // ALIGNMENT), dtype=torch.int64, device=device) + 1
         self._products = torch.empty_like(self._factors)
-        self.nbytes = most + 4 * room
+        self.nbytes, self.launches = most + 4 * room, 0
         self._sums = torch.zeros(2, group.size, dtype=torch.int64, device=device)  # of what is sent, and received
         self._wrong = torch.zeros(1, dtype=torch.bool, device=device)
         self._wrong_home = torch.zeros(1, dtype=torch.bool, pin_memory=pinned)
@@ -165,6 +166,7 @@ class Carrier:
             name = f"experts of layer {layer.number}"
             with _losing_channel():
                 transfer = self._channel.launch(name, self._away, self._home, sent, received)
+            self.launches += 1
             yield
             while not transfer.done():
                 yield

@@ -1,13 +1,15 @@
 """Brings the experts of a running model to another placement, one layer after the other; no step waits for it.
 
     begin        an order: a placement, and the layers that change
-    tell         before every vote: the exchange of the current layer goes on by at most one round, into a staging
-                 buffer; the returned number tells the other ranks how far this one has come
+    fill_gap     where a step waits for a transfer and computes nothing: the exchange of the current layer goes on,
+                 into a staging buffer, by at most one round in a step
+    tell         before every vote: tells the other ranks how far this one has come. If the step before had no gap for
+                 it, as all its transfers had arrived in time, the exchange goes on here
     heard        after every vote: if every rank has its layer in staging, all of them switch to it before this step
 
-    rank 0    | step, round 1 travels | step, round 2 travels | step  | switch | step
-    rank 1    | step, round 1 travels | step, round 2 travels | step  | switch | step
-                                                        both are staged ^
+    rank 0    | step .. round 1 .. | step .. round 2 .. | step .. | switch, step
+    rank 1    | step .. round 1 .. | step .. round 2 .. | step .. | switch, step
+                    ^ in its gaps                 both are staged ^
 
 A rank's weights change only when all ranks have what they need of that layer, so what is sent is always that of the
 placement in force. Experts are never in two places of which only one counts: slots and `ExpertMap` change together, in
@@ -114,6 +116,7 @@ class Mover:
         placement: where experts are now.
         expert_bytes: of an expert in the largest layer.
         staging_bytes: of the buffers that experts travel in.
+        weight_bytes: of this rank's experts, in all layers.
 
     Raises:
         ConfigError: weights cannot move, or the ranks keep them in different layouts.
@@ -149,6 +152,7 @@ class Mover:
         how = make_streams(device) if streams is None else streams
         self._carrier = Carrier(self._slots, group, device, link, how, bytes_per_step, checksums=checksums)
         self.expert_bytes, self.staging_bytes = max(self._slots.slot_bytes), self._carrier.nbytes
+        self.weight_bytes = sum(n * size for n, size in zip(self._slots.slots, self._slots.slot_bytes, strict=True))
 
         self._orders: deque[_Order] = deque()
         self._layer: Layer | None = None
@@ -156,6 +160,7 @@ class Mover:
         self._lost = False  # whether the channel has failed, here or on a rank that has told so
         self._given_up = 0
         self._idle_s, self._seen, self._rounds = 0.0, 0.0, -1
+        self._launched = 0  # rounds launched before this step
         self._news: list[MoveNews] = []
 
     @property
@@ -185,7 +190,8 @@ class Mover:
             self._news.append(_failure(number, MoveState.TRANSPORT) if order.layers else MoveNews(number, over=True))
 
     def tell(self) -> int:
-        """Go on, without waiting, and say how far this rank is: `Offer.moving` of the next vote.
+        """Begin a step: say how far this rank is, `Offer.moving` of its vote. Goes on, without waiting, if the step
+        before had no gap for it.
 
         Raises:
             GroupBroken: a rank failed since the group's last `reset()`.
@@ -194,8 +200,9 @@ class Mover:
         self._follow_group()
         if not self._orders:
             return 0
-        if not (self._failed or self._lost):
+        if self._carrier.launches == self._launched:
             self._go_on()
+        self._launched = self._carrier.launches
         if self._lost:
             return self._orders[0].number * _STATES + MoveState.TRANSPORT
         order = self._order
@@ -203,6 +210,11 @@ class Mover:
             return 0
         staged = self._layer is not None and self._layer.staged and self._layer.number == order.layers[0]
         return order.number * _STATES + (self._failed or (MoveState.STAGED if staged else MoveState.MOVING))
+
+    def fill_gap(self) -> None:
+        """Go on, without waiting, while a step waits: see `ubatch.ranks.in_gaps`."""
+        if self._orders and self._carrier.launches == self._launched:
+            self._go_on()
 
     def heard(self, moving: Sequence[int]) -> None:
         """Handle what all ranks have told in a vote: switch, or give up; on all ranks before the same step.
@@ -236,6 +248,8 @@ class Mover:
     # -- on this rank -------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
+        if self._failed or self._lost:
+            return
         head = self._orders[0]
         if self._layer is None:
             self._layer = self._carrier.load(head.layers[0], self.placement, head.placement)

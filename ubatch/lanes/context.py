@@ -337,6 +337,11 @@ current_lane = _lane.get
 """Returns the context of the lane this code runs in, or None."""
 
 
+def leave_lane() -> None:
+    """Be in no lane from here on, in this context (`contextvars`)."""
+    _lane.set(None)
+
+
 def current_schedule() -> Schedule:
     """The lane's schedule; `serial` outside a lane."""
     lane = _lane.get()

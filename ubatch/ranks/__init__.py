@@ -8,6 +8,7 @@ peer_watch            a thread that watches for failed peers
 long_calls            calls that may take longer than `timeout_s`
 near                  small messages between ranks of one machine
 transfer_times        when transfers were launched and arrived
+gaps                  what is done while a step waits for a transfer
 transfer              communication that was launched and can be waited for
 collectives           collectives that hand on while the data travels
 side_channel          transfers that no step waits for
@@ -22,6 +23,7 @@ fsdp                  lanes with `fully_shard`, which gathers and frees weights
 
 from ubatch.ranks.collectives import Carry
 from ubatch.ranks.connection import Connection
+from ubatch.ranks.gaps import in_gaps
 from ubatch.ranks.group import check_group
 from ubatch.ranks.host_copy import CopiedWork
 from ubatch.ranks.launch_checks import check_launch
@@ -41,6 +43,7 @@ __all__ = [
     "check_group",
     "check_launch",
     "holding_gil",
+    "in_gaps",
     "put_sockets_in",
     "record_transfers",
     "taking_long",

@@ -27,6 +27,7 @@ from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.lanes.transfer_limit import transfer_limit_s
 from ubatch.ranks.connection import Connection, Work
+from ubatch.ranks.gaps import fill_gap
 from ubatch.ranks.transfer_times import Arrival, arrivals_now
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers
@@ -182,6 +183,8 @@ class Transfer(Generic[T]):
             if self._error is not None:
                 raise self._error
             return cast("T", self._value)
+        if self._works and not self._stream_ordered:
+            fill_gap(self.done)
         lane, launcher = (current_lane(), self._lane) if self._works else (None, None)
         start, arrived, link = time.monotonic(), 0.0, LinkTime()
         busy_s = 0.0 if self._arrivals is None or lane is not None else time.process_time()

@@ -45,3 +45,8 @@ def record_transfers() -> AbstractContextManager[list[Arrival]]:
 
 arrivals_now = _arrivals.get
 """Returns the list that transfers launched now are recorded in; None if nobody asks."""
+
+
+def stop_recording() -> None:
+    """Do not record what is launched from here on, in this context."""
+    _arrivals.set(None)

@@ -101,6 +101,9 @@ def describe_memory(runner: ModelRunner) -> str:
         states += f", and {own.num_snapshots} snapshots); " if own.num_snapshots else "); "
     if runner.mover is not None:
         states += f"experts on their way {runner.mover.staging_bytes / 2**20:.1f} MiB; "
+        if runner.settings.kept is not None and runner.device.type == "cpu":
+            moved = runner.mover.weight_bytes / 2**20
+            states += f"experts that have moved up to {moved:.1f} MiB, beside the weights kept for a restart; "
     return f"KV cache {cache.nbytes / 2**20:.1f} MiB ({pages}); {states}attention back ends: {', '.join(parts)}"
 
 

@@ -310,6 +310,30 @@ def test_moves_give_way_on_an_emulated_link(rank: int, group: CommGroup) -> None
 
 @pytest.mark.ranks
 @on_ranks(2)
+def test_a_step_sends_one_round_in_its_gaps_and_none_before_the_next(rank: int, group: CommGroup) -> None:
+    """However many gaps it has; only a step that had none is made up for before the next one."""
+    model, mover, rng = started(group, 7, bytes_per_step=1000)
+    carrier, wanted = mover._carrier, random_placement(rng, 6, 2, 0)
+    mover.begin(1, wanted)
+    in_gaps = before_steps = 0
+    while mover.busy:
+        launched = carrier.launches
+        vote(group, mover)
+        between, launched = carrier.launches - launched, carrier.launches
+        assert between == 0 or not in_gaps
+        before_steps += between
+        for _ in range(20):
+            mover.fill_gap()
+            time.sleep(0.0005)
+        in_gaps = carrier.launches - launched
+        assert in_gaps <= 1
+    assert mover.placement == wanted
+    assert 2 * before_steps < carrier.launches  # the first; and where a round was late
+    model.check(7)
+
+
+@pytest.mark.ranks
+@on_ranks(2)
 def test_after_a_failed_step_experts_are_where_they_were(rank: int, group: CommGroup) -> None:
     """Orders under way are dropped with the group's old connection; later ones move experts again."""
     model, mover, rng = started(group, 6, bytes_per_step=1000)

@@ -1,0 +1,77 @@
+"""Work in gaps is done where a step waits for a transfer that has not arrived, and nowhere else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from lanes import FakeWork, FinishedWork, lane_pool, run
+
+from ubatch.lanes.context import current_lane
+from ubatch.ranks.gaps import in_gaps
+from ubatch.ranks.transfer import Transfer
+from ubatch.ranks.transfer_times import record_transfers
+
+
+def arriving(name: str = "late", *works: FakeWork, **how: bool) -> Transfer[int]:
+    """A transfer that arrives in a moment."""
+    transfer: Transfer[int] = Transfer(name, works or (FinishedWork(),), lambda: 5, **how)
+    transfer.delay_until(time.monotonic() + 0.02)
+    return transfer
+
+
+def test_a_wait_does_the_work_once_if_it_really_waits() -> None:
+    done: list[int] = []
+    assert arriving().wait() == 5
+    with in_gaps(lambda: done.append(1)):
+        assert arriving().wait() == 5
+        assert done == [1]
+        Transfer("arrived", (FinishedWork(),), lambda: 5).wait()
+        Transfer.ready(1).wait()
+        arriving("on a device", stream_ordered=True).wait()
+        assert done == [1]
+        again = arriving()
+        again.wait()
+        again.wait()
+        assert done == [1, 1]
+    arriving().wait()
+    assert done == [1, 1]
+
+
+def test_a_work_that_ends_meanwhile_is_found() -> None:
+    work = FakeWork()
+    with in_gaps(work.finish):
+        assert Transfer("late", (work,), lambda: 5).wait() == 5
+
+
+def test_lanes_do_it_and_what_it_launches_is_none_of_theirs() -> None:
+    lanes: list[object] = []
+    launched: list[Transfer[int]] = []
+
+    def work() -> None:
+        lanes.append(current_lane())
+        launched.append(Transfer("beside", (FakeWork(),), lambda: 6))
+
+    def body() -> int:
+        lane = current_lane()
+        assert lane is not None
+        value = arriving().wait()
+        assert current_lane() is lane
+        assert not lane.ledger.launched
+        return value
+
+    with lane_pool() as pool, record_transfers() as arrivals, in_gaps(work):
+        assert run(pool, body, body) == [5, 5]
+    assert lanes == [None, None]
+    assert [each.name for each in arrivals] == ["late", "late"]
+    assert not any(each.done() for each in launched)
+
+
+def test_an_error_in_it_is_the_steps() -> None:
+    def work() -> None:
+        raise ValueError("full")
+
+    transfer = arriving()
+    with in_gaps(work), pytest.raises(ValueError, match="full"):
+        transfer.wait()
+    assert transfer.wait() == 5
