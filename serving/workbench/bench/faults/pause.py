@@ -9,15 +9,18 @@ import random
 import re
 import tempfile
 import time
+import timeit
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
+from serving.engine.kept import SharedMemory
+from serving.engine.step_record import StepRecord
 from serving.workbench.bench.faults.answers import Asked
 from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_series, trend
 from serving.workbench.bench.faults.load import Load, kill, running_load
@@ -37,7 +40,7 @@ _ERROR = re.compile(r"^(\S+ \S+)\.(\d{3}) ERROR +api ", re.MULTILINE)
 _SETTLE_S = 2.0
 _LOOK_S = 0.01
 _FEW = 16
-_COST_REQUESTS, _COST_TOKENS, _BLOCKS_OF_A_PAIR = 64, 256, 3
+_COST_REQUESTS, _COST_TOKENS, _TURNS, _RECORDS = 64, 64, 4, 200
 _PROCESSOR = ", processor"
 _ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
 
@@ -140,33 +143,37 @@ def tokens_after(streams: Sequence[Sequence[float]], since: float) -> list[float
 
 
 def run_cost(setting: Setting) -> Found:
-    """Two servers, one of which may restart its engines; one at a time has a load.
+    """Pairs of servers, one of which may restart its engines; one server at a time has a load.
 
-    Every third block has new servers: each server measures which kernels are fastest when it starts, and its choice may
-    differ from another's by more than a restart costs.
+    Every block has new servers: each measures which kernels are fastest when it starts, and its choice may differ from
+    another's by more than a restart costs. What restarts add to every step, its record, is timed alone, too.
     """
     found: dict[str, list[float]] = defaultdict(list)
-    left, arms = setting.sizes.blocks, [("on", _ON), ("off", _OFF)]
-    while left:
-        blocks = min(left, _BLOCKS_OF_A_PAIR)
-        for name, values in _pair(setting, dict(arms), blocks).items():
-            found[name] += values
-        left, arms = left - blocks, arms[::-1]
+    arms = [("on", _ON), ("off", _OFF)]
+    for block in range(setting.sizes.blocks):
+        for name, values in _pair(setting, dict(arms if block % 2 else arms[::-1])).items():
+            found[name].append(fmean(values))
     ratio = paired(found["off"], found["on"])
     processor = paired(found[f"on{_PROCESSOR}"], found[f"off{_PROCESSOR}"])
-    tokens = _COST_REQUESTS * _COST_TOKENS
+    tokens, record_s = _COST_REQUESTS * _COST_TOKENS, time_record(_COST_REQUESTS)
+    step_s = median(found["off"]) / _COST_TOKENS
     for name in ("on", "off"):
         print(f"  {name:4} {bootstrap([tokens / each for each in found[name]]):.0f} tokens/s")
     print(f"  throughput, on over off                {ratio:.3f}")
-    print(f"  the server's processor time, likewise  {processor:.3f}", flush=True)
+    print(f"  the server's processor time, likewise  {processor:.3f}")
+    print(
+        f"  a step's record, alone                 {1e6 * record_s:.1f} us, {record_s / step_s:.2%} of a step",
+        flush=True,
+    )
     faults = (
         [f"cost: throughput with restarts is {ratio:.3f} of that without"] if ratio.median < _LEAST_THROUGHPUT else []
     )
-    return Found({"seconds": found, "ratio": ratio, "processor": processor}, faults)
+    figures = {"seconds": found, "ratio": ratio, "processor": processor, "record_s": record_s, "step_s": step_s}
+    return Found(figures, faults)
 
 
-def _pair(setting: Setting, flags: Mapping[str, str], blocks: int) -> Mapping[str, list[float]]:
-    """Seconds of each block, by server; and those of processors."""
+def _pair(setting: Setting, flags: Mapping[str, str]) -> Mapping[str, list[float]]:
+    """Seconds of each turn, by server; and those of processors."""
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
@@ -177,7 +184,7 @@ def _pair(setting: Setting, flags: Mapping[str, str], blocks: int) -> Mapping[st
         prompts = [rng.choices(pool, k=32) for _ in range(_COST_REQUESTS)]
         sessions = [each.pid for each in servers.values()]
         arms = {name: partial(_visit, name, each, prompts, sessions) for name, each in servers.items()}
-        return interleave_arms(arms, blocks, label="blocks")
+        return interleave_arms(arms, _TURNS, label="turns")
 
 
 def _visit(name: str, server: Subject, prompts: list[list[int]], sessions: list[int]) -> dict[str, float]:
@@ -185,6 +192,18 @@ def _visit(name: str, server: Subject, prompts: list[list[int]], sessions: list[
     used, begun = cpu_seconds([server.pid]), time.perf_counter()
     asyncio.run(send_and_check(server.server, greedy_tasks(prompts, _COST_TOKENS)))
     return {name: time.perf_counter() - begun, f"{name}{_PROCESSOR}": cpu_seconds([server.pid]) - used}
+
+
+def time_record(requests: int) -> float:
+    """Seconds that the record of a step with so many requests takes its rank: a median."""
+    with closing(SharedMemory("ubatch-record")) as memory:
+        record, ids = StepRecord(memory), [f"cmpl-{number:032x}-0" for number in range(requests)]
+
+        def step() -> None:
+            record.begin(ids)
+            record.end()
+
+        return median(timeit.repeat(step, number=_RECORDS, repeat=25)) / _RECORDS
 
 
 # -- what grows
