@@ -1,6 +1,6 @@
 """`ubatch bench eplb`: what balanced experts gain and cost, on two ranks with skewed routers over an emulated link.
 
-    gain       without, with, and with perfect balance; with DBO and without; four times as many blocks
+    gain       without, with, and with perfect balance; with DBO and without; seven times as many blocks
     same       greedy tokens with balance against those without
     predict    the simulator's times of skewed steps, from the stages of balanced ones
     counting   what counting the load costs, timed alone
@@ -37,7 +37,7 @@ from serving.workbench.bench.statistics import environment
 from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
 
 _QUICK_BLOCKS = 3
-_GAIN = 4
+_GAIN = 7
 """Blocks of `gain` for each that was asked for: a share of a difference needs more of them than a ratio."""
 _HALF_BLOCK = 1
 """Steps while experts move, in each half of a block of `moving`: the shorter, the less has the machine changed."""
