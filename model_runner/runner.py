@@ -93,7 +93,7 @@ class ModelRunner(StepRunner):
         self.clear_expert_loads()
 
     def _make(self) -> None:
-        """Load what runs, and make what it runs with."""
+        """Load the model, and make its caches and streams."""
         own = self.settings
         options = {"dtype": own.dtype, "device": self.device, "streams": own.streams, "progress": own.on_weights}
         checkpoint = open_checkpoint(self.model_path, own.load_format, **options)

@@ -163,7 +163,7 @@ class StepRunner(CapturingRunner, RequestMemory):
         shard = WHOLE if self.tensor_parallel is None else self.tensor_parallel.shard
         with self.streams.planning():
             step = plan_step(step, self.attention, shard, needed_rows=needed_rows)
-        with nullcontext() if self.mover is None else in_gaps(self.mover.fill_gap):
+        with nullcontext() if self.mover is None or not self.mover.busy else in_gaps(self.mover.fill_gap):
             outputs = run_decided(self.wrapper if wrapper is None else wrapper, step)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

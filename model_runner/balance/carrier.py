@@ -44,6 +44,7 @@ class Layer:
         num_bytes: between all ranks.
         work: goes on with the exchange; yields where something has to be waited for, and once in every round.
         rounds: those that have arrived.
+        arrived: whether all have.
         staged: whether all has arrived, and is right.
     """
 
@@ -53,6 +54,7 @@ class Layer:
     num_bytes: int
     work: Iterator[None] = field(init=False)
     rounds: int = 0
+    arrived: bool = False
     staged: bool = False
 
 
@@ -137,7 +139,8 @@ class Carrier:
         Raises:
             ChannelLost: a transfer has failed.
         """
-        return next(layer.work, self) is self
+        next(layer.work, None)
+        return layer.arrived
 
     def is_right(self) -> bool:
         """Whether all checksums of a layer whose exchange is over are right."""
@@ -177,6 +180,7 @@ class Carrier:
             while not self._landed.query():
                 yield
             layer.rounds += 1
+        layer.arrived = True
 
     def _gather(self, layer: int, streams: Sequence[Stream], starts: Ints, sizes: Ints) -> None:
         """Put this rank's pieces of a round together."""

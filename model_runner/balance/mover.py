@@ -2,9 +2,9 @@
 
     begin        an order: a placement, and the layers that change
     fill_gap     where a step waits for a transfer and computes nothing: the exchange of the current layer goes on,
-                 into a staging buffer, by at most one round in a step
-    tell         before every vote: tells the other ranks how far this one has come. If the step before had no gap for
-                 it, as all its transfers had arrived in time, the exchange goes on here
+                 into a staging buffer. All gaps of a step together launch at most one round
+    tell         before every vote: tells the other ranks how far this one has come. If the step before has launched no
+                 round, because its transfers had arrived in time or the last round had not, the exchange goes on here
     heard        after every vote: if every rank has its layer in staging, all of them switch to it before this step
 
     rank 0    | step .. round 1 .. | step .. round 2 .. | step .. | switch, step
@@ -191,7 +191,7 @@ class Mover:
 
     def tell(self) -> int:
         """Begin a step: say how far this rank is, `Offer.moving` of its vote. Goes on, without waiting, if the step
-        before had no gap for it.
+        before has launched nothing.
 
         Raises:
             GroupBroken: a rank failed since the group's last `reset()`.

@@ -6,52 +6,58 @@ tokens alone took 9 ms instead of 0.25 ms. Steps allocate the same sizes again a
 a prefill of 1,024 tokens through 8 layers goes from thousands of faults per step to none. Lanes take turns, so threads
 that have no arena of their own yet share the main one, and reuse memory that another lane freed.
 
-Weights and caches are the exception. They live as long as their model, and what is freed then goes back to the kernel
-(`lasting_memory`).
+Weights and caches are the exception: they live as long as their model. The large ones go back to the kernel when it is
+closed (`lasting_memory`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -3, -4, -8
-_ONE_BY_ONE = (_M_MMAP_MAX, 65_536)  # glibc's own: as many blocks may be mapped by themselves
-_SETTINGS = (
-    (_M_MMAP_THRESHOLD, 32 << 20),  # the most glibc accepts: of what is mapped one by one at all
-    (_M_MMAP_MAX, 0),
-    (_M_TRIM_THRESHOLD, 2**31 - 1),
+_KEPT = (
+    (_M_MMAP_MAX, 0),  # no block is mapped by itself
+    (_M_TRIM_THRESHOLD, -1),  # the heap's end is not given back
     (_M_TOP_PAD, 64 << 20),
     (_M_ARENA_MAX, 1),
+)
+_MAPPED = (
+    (_M_MMAP_THRESHOLD, 32 << 20),  # the most that glibc accepts
+    (_M_MMAP_MAX, 65_536),  # glibc's own number of mapped blocks
 )
 
 
 def keep_freed_memory() -> bool:
-    """Set the C library to keep freed memory, for the whole process; a second call changes nothing.
+    """Set the C library to keep freed memory, for the whole process and all that it allocates.
 
     Returns:
         True if it was set (glibc); False on other systems, which work unchanged.
     """
     libc = _glibc()
-    return libc is not None and all(libc.mallopt(name, value) == 1 for name, value in _SETTINGS)
+    return libc is not None and _set(libc, _KEPT)
 
 
 @contextmanager
 def lasting_memory() -> Iterator[None]:
-    """Within, blocks of 32 MiB and more are mapped one by one, and go back to the kernel when they are freed, unless
-    they fit between what else is in use. What steps have kept so far goes back first."""
+    """Within, blocks of 32 MiB and more are mapped one by one, and go back to the kernel when they are freed, unless a
+    hole in the heap is large enough for them. What steps have kept so far goes back first."""
     libc = _glibc()
     if libc is None:
         yield
         return
     libc.malloc_trim(0)
-    libc.mallopt(*_ONE_BY_ONE)
+    _set(libc, _MAPPED)
     try:
         yield
     finally:
         keep_freed_memory()
+
+
+def _set(libc: ctypes.CDLL, settings: Sequence[tuple[int, int]]) -> bool:
+    return all(libc.mallopt(name, value) == 1 for name, value in settings)
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -4,8 +4,8 @@
         step()                     # its lanes' gaps, too: the caller's context travels into lanes
 
 `work()` is called where a wait begins whose transfer has not arrived, in the thread that waits. It should be short, as
-it may end after the transfer's arrival; it must not wait itself. It runs outside of the lane: what it launches is none
-of the lane's transfers.
+it may end after the transfer's arrival. It runs outside of the lane: what it launches is none of the lane's transfers.
+An error in it is an error of the wait. Its own waits are no gaps. A transfer that only the device waits for gives none.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def fill_gap(arrived: Callable[[], bool]) -> None:
 
 
 def _apart(work: Callable[[], object]) -> None:
+    _work.set(None)
     leave_lane()
     stop_recording()
     work()

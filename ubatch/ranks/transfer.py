@@ -183,14 +183,14 @@ class Transfer(Generic[T]):
             if self._error is not None:
                 raise self._error
             return cast("T", self._value)
-        if self._works and not self._stream_ordered:
-            fill_gap(self.done)
         lane, launcher = (current_lane(), self._lane) if self._works else (None, None)
         start, arrived, link = time.monotonic(), 0.0, LinkTime()
-        busy_s = 0.0 if self._arrivals is None or lane is not None else time.process_time()
         if lane is not None:
             lane.begin_wait(self.name, start + self._longest_s if self._longest_s else 0.0)
         try:
+            if self._works and not self._stream_ordered and (lane is None or not lane.baton.in_trouble):
+                fill_gap(self.done)
+            busy_s = 0.0 if self._arrivals is None or lane is not None else time.process_time()
             if self._connection is not None and not self._stream_ordered:
                 check = None if lane is None else functools.partial(self._look_up, lane)
                 self._connection.wait_for_works(self._works, self.name, check)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 PROMPTS, NEW = 4, 40
 
 
-def on_a_rank(rank: int, _: int, lanes: bool) -> tuple[Trace, int, set[str]]:
+def on_a_rank(rank: int, _: int, lanes: bool) -> tuple[Trace, set[str]]:
     group = CommGroup.from_process_group(timeout_s=20)
     dbo = UBatchConfig(enable_dbo=lanes, dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8)
     config = EplbConfig(move_bytes_per_step=150_000)
@@ -43,20 +43,18 @@ def on_a_rank(rank: int, _: int, lanes: bool) -> tuple[Trace, int, set[str]]:
             while core.has_work or not core.idle:
                 core.step()
         assert not any(news.failure for news in mover.take_news())
-        return trace, mover._carrier.launches, set(core.statistics().steps)
+        return trace, set(core.statistics().steps)
 
 
 @pytest.mark.parametrize("lanes", [True, False], ids=["lanes", "unsplit"])
 def test_experts_are_sent_in_the_gaps_of_steps(lanes: bool) -> None:
-    for trace, launches, steps in run_ranks(on_a_rank, 2, lanes):
+    for trace, steps in run_ranks(on_a_rank, 2, lanes):
         assert any(key.endswith("/engaged") for key in steps) == lanes, steps
         moves = [span for span in trace.spans if span.kind is SpanKind.TRANSFER and "experts of layer" in span.name]
         assert len(moves) > 10
         waits = [span for span in trace.spans if span.kind is SpanKind.WAIT and "experts of layer" not in span.name]
-        # A move is launched just before a wait begins, by whoever begins it.
-        close = [min(wait.start - span.start for wait in waits if wait.start >= span.start) for span in moves[1:]]
-        assert sorted(close)[len(close) // 2] < 0.002
+        inside = [any(wait.start <= span.start <= wait.end for wait in waits) for span in moves]
+        assert sum(inside) > 0.8 * len(moves)
         of_step = [sum(note.start <= span.start <= note.end for span in moves) for note in trace.notes]
         assert max(of_step) == 1
         assert sum(of_step) > 0.8 * len(moves)  # before the first step nothing waits; and one may arrive late
-        assert launches >= len(moves)

@@ -185,7 +185,7 @@ def test_gpu_tests_that_need_a_missing_package_are_skipped_by_name(
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *words]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode in (1, 2), done.stdout  # 2 of a pytest whose collection errors interrupt it
+    assert done.returncode in (1, 2), done.stdout  # 2 if pytest stops at errors of collection
     assert [part for part in (*wanted, "ERROR test_broken.py") if part not in done.stdout] == []
 
 

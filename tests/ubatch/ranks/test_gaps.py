@@ -7,16 +7,17 @@ import time
 import pytest
 from lanes import FakeWork, FinishedWork, lane_pool, run
 
+from ubatch.dbo import dbo_yield
 from ubatch.lanes.context import current_lane
 from ubatch.ranks.gaps import in_gaps
 from ubatch.ranks.transfer import Transfer
 from ubatch.ranks.transfer_times import record_transfers
 
 
-def arriving(name: str = "late", *works: FakeWork, **how: bool) -> Transfer[int]:
-    """A transfer that arrives in a moment."""
-    transfer: Transfer[int] = Transfer(name, works or (FinishedWork(),), lambda: 5, **how)
-    transfer.delay_until(time.monotonic() + 0.02)
+def arriving(name: str = "late", **how: bool) -> Transfer[int]:
+    """A transfer that arrives in a while."""
+    transfer: Transfer[int] = Transfer(name, (FinishedWork(),), lambda: 5, **how)
+    transfer.delay_until(time.monotonic() + 0.3)
     return transfer
 
 
@@ -51,6 +52,7 @@ def test_lanes_do_it_and_what_it_launches_is_none_of_theirs() -> None:
     def work() -> None:
         lanes.append(current_lane())
         launched.append(Transfer("beside", (FakeWork(),), lambda: 6))
+        assert arriving("waited for beside").wait() == 5
 
     def body() -> int:
         lane = current_lane()
@@ -72,6 +74,33 @@ def test_an_error_in_it_is_the_steps() -> None:
         raise ValueError("full")
 
     transfer = arriving()
-    with in_gaps(work), pytest.raises(ValueError, match="full"):
-        transfer.wait()
-    assert transfer.wait() == 5
+    for _ in range(2):  # the transfer has failed with it
+        with in_gaps(work), pytest.raises(ValueError, match="full"):
+            transfer.wait()
+
+
+def test_the_wait_begins_before_the_work() -> None:
+    """So the work is no time in which the step computes."""
+    with record_transfers() as arrivals, in_gaps(lambda: time.sleep(0.1)):
+        arriving().wait()
+    (found,) = arrivals
+    assert found.arrived - found.waited > 0.2
+
+
+def test_a_lane_that_is_to_end_does_nothing_beside() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("full")
+
+    def body() -> None:
+        dbo_yield("one")
+        try:
+            dbo_yield("two")
+        except BaseException:
+            arriving().wait()
+            raise
+
+    with lane_pool() as pool, in_gaps(lambda: done.append(1)), pytest.raises(ValueError, match="full"):
+        run(pool, body, fail)
+    assert not done

@@ -84,12 +84,14 @@ def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
 
 
 def _side_by_side(steps: Mapping[str, Callable[[], float]]) -> Arm:
-    """An arm of two kinds of steps, A B B A: they differ little, so they are closer to each other than to the rest."""
+    """An arm of two kinds of steps, A B B A, the next time B A A B: they differ little, so they follow each other."""
+    order = [*steps]
 
     def run() -> dict[str, float]:
         times: dict[str, list[float]] = {name: [] for name in steps}
-        for name in (*steps, *reversed([*steps])):
+        for name in (*order, *reversed(order)):
             times[name].append(steps[name]())
+        order.reverse()
         return {name: fmean(values) for name, values in times.items()}
 
     return run

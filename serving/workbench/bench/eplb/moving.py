@@ -74,7 +74,6 @@ def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> Moving
 
     def still(count: int) -> list[float]:
         with rearranger.paused():
-            setting.timed(schedule)  # in it, what was on its way arrives
             return [setting.timed(schedule) for _ in range(count)]
 
     def moving(count: int) -> list[float]:
@@ -98,9 +97,10 @@ def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> Moving
         still(each)
         moving(each)
         for _ in progress(range(-(-moving_steps // (2 * each))), desc="moving", show=dist.get_rank() == 0):
-            before, between, after = still(_STILL_TO_MOVING * each), moving(2 * each), still(_STILL_TO_MOVING * each)
-            blocks["still"].append(before + after)
-            blocks["moving"].append(between)
+            before, between = still(_STILL_TO_MOVING * each), moving(1 + 2 * each)
+            after = still(1 + _STILL_TO_MOVING * each)
+            blocks["still"].append(before + after[1:])  # in the first one, what was on its way arrives
+            blocks["moving"].append(between[1:])  # in the first one, nothing was on its way yet
         rearranger.finish()
     slowest = {name: _slowest(of) for name, of in blocks.items()}
     return _result(sum(map(len, prompts)), slowest, rearrangements, moved)
