@@ -26,10 +26,13 @@ def in_gaps(work: Callable[[], object]) -> AbstractContextManager[object]:
     return changing(_work, work)
 
 
-def fill_gap(arrived: Callable[[], bool]) -> None:
-    """Do the work of gaps, if there is some, and what is waited for has not arrived."""
-    work = _work.get()
-    if work is not None and not arrived():
+gap_work = _work.get
+"""Returns the work of gaps, or None."""
+
+
+def fill_gap(work: Callable[[], object], arrived: Callable[[], bool]) -> None:
+    """Do the work, if what is waited for has not arrived."""
+    if not arrived():
         copy_context().run(_apart, work)
 
 

@@ -27,7 +27,7 @@ from ubatch.errors import TransferTimeout, UBatchError
 from ubatch.lanes.context import UBatchContext, current_lane
 from ubatch.lanes.transfer_limit import transfer_limit_s
 from ubatch.ranks.connection import Connection, Work
-from ubatch.ranks.gaps import fill_gap
+from ubatch.ranks.gaps import fill_gap, gap_work
 from ubatch.ranks.transfer_times import Arrival, arrivals_now
 from ubatch.streams.graph_protocols import capturing
 from ubatch.streams.lifetimes import abandon_transfers
@@ -188,8 +188,9 @@ class Transfer(Generic[T]):
         if lane is not None:
             lane.begin_wait(self.name, start + self._longest_s if self._longest_s else 0.0)
         try:
-            if self._works and not self._stream_ordered and (lane is None or not lane.baton.in_trouble):
-                fill_gap(self.done)
+            work = gap_work()
+            if work is not None and self._may_fill(lane):
+                fill_gap(work, self.done)
             busy_s = 0.0 if self._arrivals is None or lane is not None else time.process_time()
             if self._connection is not None and not self._stream_ordered:
                 check = None if lane is None else functools.partial(self._look_up, lane)
@@ -223,6 +224,10 @@ class Transfer(Generic[T]):
             raise
         self._settle(value=value)
         return cast("T", value)
+
+    def _may_fill(self, lane: UBatchContext | None) -> bool:
+        """Whether a wait in this lane is a gap: the host waits, and the step goes on."""
+        return bool(self._works) and not self._stream_ordered and (lane is None or not lane.baton.in_trouble)
 
     def _wait_without_peers(self) -> None:
         limit_s = None if self._stream_ordered else transfer_limit_s()
