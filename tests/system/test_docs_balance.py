@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 DOCUMENT = ROOT / "docs" / "expert-balance.md"
 ROWS: Mapping[str, str] = {
     "(with - without) / (perfect - without)": "{eplb[gain][of_possible][serial]:.2f []}",
-    "perfect / without": "{eplb[gain][possible][serial]:.2fx []}",
+    "perfect / without": "{eplb[gain][possible][serial]:.3fx []}",
     "with / without": "{eplb[gain][gain][serial]:.2fx []}",
     "the same in two lanes": "{eplb[gain][of_possible][dbo]:.2f []} of {eplb[gain][possible][dbo]:.2fx []}",
     "DBO and balance together": "{eplb[gain][both]:.2fx []}",
