@@ -94,9 +94,8 @@ def test_a_lane_that_is_to_end_does_nothing_beside() -> None:
         raise ValueError("full")
 
     def body() -> None:
-        dbo_yield("one")
         try:
-            dbo_yield("two")
+            dbo_yield("point")
         except BaseException:
             arriving().wait()
             raise
