@@ -22,7 +22,7 @@ from model_runner.decoder.base import ExpertParallel, check_tensor_parallel
 from model_runner.drafting.network import load_draft
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.errors import fits_in_memory
-from model_runner.memory.host_memory import keep_freed_memory, lasting_memory
+from model_runner.memory.host_memory import lasting_memory
 from model_runner.memory.memory_profile import CudaMemory, measured_blocks
 from model_runner.models.registry import read_model
 from model_runner.parallel.placement import make_placement
@@ -85,10 +85,7 @@ class ModelRunner(StepRunner):
         self.device, self.max_num_seqs = torch.device(own.device), own.max_num_seqs
         if own.dbo_auto:
             warnings.warn(_DBO_AUTO, DeprecationWarning, stacklevel=2)
-        on_cpu = self.device.type == "cpu"
-        if on_cpu:
-            keep_freed_memory()
-        with lasting_memory() if on_cpu else nullcontext():
+        with lasting_memory() if self.device.type == "cpu" else nullcontext():
             self._make()
         self.clear_expert_loads()
 

@@ -42,12 +42,16 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def lasting_memory() -> Iterator[None]:
-    """Within, blocks of 32 MiB and more are mapped one by one, and go back to the kernel when they are freed, unless a
-    hole in the heap is large enough for them. What steps have kept so far goes back first."""
+    """Make in the `with` block what lasts, behind it keep what is freed: see `keep_freed_memory`.
+
+    Within, blocks of 32 MiB and more are mapped one by one, and go back to the kernel when they are freed, unless a
+    hole in the heap is large enough for them. What steps have kept so far goes back first.
+    """
     libc = _glibc()
     if libc is None:
         yield
         return
+    keep_freed_memory()  # also before threads are made: they are to share an arena
     libc.malloc_trim(0)
     _set(libc, _MAPPED)
     try:

@@ -30,10 +30,9 @@ gap_work = _work.get
 """Returns the work of gaps, or None."""
 
 
-def fill_gap(work: Callable[[], object], arrived: Callable[[], bool]) -> None:
-    """Do the work, if what is waited for has not arrived."""
-    if not arrived():
-        copy_context().run(_apart, work)
+def fill_gap(work: Callable[[], object]) -> None:
+    """Do the work in the gap that begins."""
+    copy_context().run(_apart, work)
 
 
 def _apart(work: Callable[[], object]) -> None:

@@ -189,8 +189,8 @@ class Transfer(Generic[T]):
             lane.begin_wait(self.name, start + self._longest_s if self._longest_s else 0.0)
         try:
             work = gap_work()
-            if work is not None and self._may_fill(lane):
-                fill_gap(work, self.done)
+            if work is not None and self._is_gap(lane):
+                fill_gap(work)
             busy_s = 0.0 if self._arrivals is None or lane is not None else time.process_time()
             if self._connection is not None and not self._stream_ordered:
                 check = None if lane is None else functools.partial(self._look_up, lane)
@@ -225,9 +225,11 @@ class Transfer(Generic[T]):
         self._settle(value=value)
         return cast("T", value)
 
-    def _may_fill(self, lane: UBatchContext | None) -> bool:
-        """Whether a wait in this lane is a gap: the host waits, and the step goes on."""
-        return bool(self._works) and not self._stream_ordered and (lane is None or not lane.baton.in_trouble)
+    def _is_gap(self, lane: UBatchContext | None) -> bool:
+        """Whether a wait that begins in this lane is a gap: the host really waits, and the step goes on."""
+        if not self._works or self._stream_ordered or (lane is not None and lane.baton.in_trouble):
+            return False
+        return not self.done()
 
     def _wait_without_peers(self) -> None:
         limit_s = None if self._stream_ordered else transfer_limit_s()

@@ -28,7 +28,7 @@ from moe.balance import EplbConfig
 from serving.ranks import run_ranks
 from serving.workbench.bench.eplb.counting import measure_counting
 from serving.workbench.bench.eplb.gain import measure_gain
-from serving.workbench.bench.eplb.moving import measure_moving
+from serving.workbench.bench.eplb.moving import MOVING, measure_moving
 from serving.workbench.bench.eplb.predict import measure_predictions
 from serving.workbench.bench.eplb.same import compare_tokens
 from serving.workbench.bench.eplb.shift import measure_shifts
@@ -39,8 +39,6 @@ from serving.workbench.bench.step_setting import StepOptions, calibrate, model_f
 _QUICK_BLOCKS = 3
 _GAIN = 7
 """Blocks of `gain` for each that was asked for: a share of a difference needs more of them than a ratio."""
-_HALF_BLOCK = 1
-"""Steps while experts move, in each half of a block of `moving`: the shorter, the less has the machine changed."""
 
 
 class Part(StrEnum):
@@ -100,7 +98,7 @@ class Options(StepOptions):
     @property
     def steps_while_moving(self) -> int:
         """Steps that are measured while experts move."""
-        return _QUICK_BLOCKS * 2 * _HALF_BLOCK if self.quick else self.moving_steps
+        return _QUICK_BLOCKS * MOVING if self.quick else self.moving_steps
 
     @property
     def rounds(self) -> int:
@@ -116,7 +114,7 @@ _MEASURES: Mapping[Part, Callable[[SkewedModels, Options], Any]] = {
     Part.SHIFT: lambda models, options: measure_shifts(
         models, options.eplb, options.balancedness, min(options.shifts, options.rounds)
     ),
-    Part.MOVING: lambda models, options: measure_moving(models, options.steps_while_moving, _HALF_BLOCK),
+    Part.MOVING: lambda models, options: measure_moving(models, options.steps_while_moving),
 }
 
 

@@ -22,8 +22,10 @@ from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, ope
 from serving.workbench.bench.statistics import Interval, Rows, paired, print_arms, resampled, table
 from serving.workbench.bench.step_setting import slowest_rank
 
-_STILL_TO_MOVING = 3
-"""Steps in which nothing moves, for each in which experts do."""
+MOVING = 2
+"""Steps of a block while experts move: the shorter a block, the less has the machine changed in it."""
+_STILL = 3
+"""Steps of a block in which nothing moves, before those and again behind them."""
 _SHORTER = 2
 """Tokens of a prompt in the other parts, over those here."""
 
@@ -60,12 +62,11 @@ class MovingResult:
         print(f"  steps of a full rearrangement   {', '.join(map(str, self.rearrangements)) or 'none ended'}")
 
 
-def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> MovingResult:
+def measure_moving(models: SkewedModels, moving_steps: int) -> MovingResult:
     """Move experts back and forth. Every rank calls it; all get the same.
 
     Args:
         moving_steps: to measure while experts move, at least.
-        each: of them in each half of a block.
     """
     others, rearranger = models.settings["with"], models.rearranger
     blocks: dict[str, list[list[float]]] = {"still": [], "moving": []}
@@ -94,11 +95,10 @@ def measure_moving(models: SkewedModels, moving_steps: int, each: int) -> Moving
     prompts = [prompt[: max(1, len(prompt) // _SHORTER)] for prompt in prompts_of(others)]
     with open_batch(others.runner, prompts, models.link) as setting:
         schedule = setting.schedule(2)
-        still(each)
-        moving(each)
-        for _ in progress(range(-(-moving_steps // (2 * each))), desc="moving", show=dist.get_rank() == 0):
-            before, between = still(_STILL_TO_MOVING * each), moving(1 + 2 * each)
-            after = still(1 + _STILL_TO_MOVING * each)
+        still(1)
+        moving(1)
+        for _ in progress(range(-(-moving_steps // MOVING)), desc="moving", show=dist.get_rank() == 0):
+            before, between, after = still(_STILL), moving(1 + MOVING), still(1 + _STILL)
             blocks["still"].append(before + after[1:])  # in the first one, what was on its way arrives
             blocks["moving"].append(between[1:])  # in the first one, nothing was on its way yet
         rearranger.finish()
