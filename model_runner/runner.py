@@ -249,9 +249,17 @@ class ModelRunner(StepRunner):
         return self.wrapper.statistics()
 
     def close(self) -> None:
-        """Stop the lanes' threads, and wait for the work queued on the device."""
+        """Stop the lanes' threads, wait for the work queued on the device, and free the KV cache and captured steps.
+
+        On a GPU the memory goes back to the driver: kept by torch, a large block of it serves the next small tensor,
+        and stays taken as long as that lives.
+        """
         self.wrapper.close()
-        self.streams.close()
+        if hasattr(self, "kv_cache"):
+            self._close_cache()
+        if self.device.type == "cuda":
+            gc.collect()  # reference cycles may hold tensors
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> ModelRunner:
         return self

@@ -24,7 +24,8 @@ from torch import Tensor
 from attention.linear.kernels.convolve import convolve
 from attention.linear.kernels.gates import delta_gates
 from attention.linear.kernels.recur import recur
-from attention.linear.kernels.scan import scan_chunks
+from attention.linear.kernels.scan import ScanChoice, scan_chunks
+from attention.linear.kernels.tuning import tune_scan
 from attention.linear.plan import CHUNK, LinearPlan, needs_slots
 from attention.linear.states import StatePool
 from attention.metadata import CommonAttentionMetadata
@@ -35,7 +36,7 @@ from ubatch.streams import to_device
 _FEW = 16
 """Most tokens of a request that run one after another; a chunk costs about as much as so many. Not measured."""
 _SMALLEST_CHUNK = 16
-_SHARED_MEMORY = 128 << 10
+_SHARED_MEMORY = 157 << 10
 """Bytes that a whole chunk of heads of 128 takes; see `kernels_sm90.json` among the tests."""
 _COUNT, _ACCEPTED, _FIRST_CHUNK, _FIELDS = 3, 4, 5, 6
 
@@ -44,14 +45,15 @@ class TritonLinearPlan(LinearPlan):
     """See `LinearPlan`."""
 
     _records: Tensor
-    _chunks: Tensor | None = None
+    _prompts: tuple[Tensor, ScanChoice] | None = None  # their chunks
 
     def _prepare(self, metadata: CommonAttentionMetadata, slots: Sequence[int]) -> None:
+        device, dtype = self._pool.device, self._pool.windows[0].dtype
         records = _records_of(self._pool, metadata, slots)
         longest = max(record[_COUNT] for record in records)
         self._most = max(_FEW, self._pool.num_kept)
         self._chunk = min(
-            _largest_chunk(self._pool.device), power_of_2(longest, 1 if longest <= self._most else _SMALLEST_CHUNK)
+            _largest_chunk(device, dtype), power_of_2(longest, 1 if longest <= self._most else _SMALLEST_CHUNK)
         )
         self._has_padding = metadata.has_padding
         self._has_accepted = any(record[_ACCEPTED] for record in records)
@@ -62,8 +64,10 @@ class TritonLinearPlan(LinearPlan):
                 record[_FIRST_CHUNK] = len(chunks)
                 chunks += [(request, start) for start in range(0, record[_COUNT], self._chunk)]
         tensors = [torch.tensor(each) for each in (records, chunks) if each]
-        self._records, *of_chunks = to_device(tensors, self._pool.device)
-        self._chunks = of_chunks[0] if chunks else None
+        self._records, *of_prompts = to_device(tensors, device)
+        if of_prompts:
+            prompts = sum(record[_COUNT] > self._most for record in records)
+            self._prompts = of_prompts[0], tune_scan(self._pool.shape, dtype, prompts, self._chunk, device)
 
     def gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """See `LinearPlan.gates`."""
@@ -86,14 +90,13 @@ class TritonLinearPlan(LinearPlan):
             accepted_g, accepted_beta = kept_gates.chunk(2, dim=-1)
             mixed = mix(inputs=kept, chunks=None, rows=power_of_2(pool.num_kept), of_kept=True, write=True)
             step(mixed=mixed, g=accepted_g, beta=accepted_beta, out=None, write=True)
-        mixed = mix(
-            inputs=qkv, chunks=self._chunks, rows=self._chunk, kept=kept if self._verifies else None, write=write
-        )
+        chunks = None if self._prompts is None else self._prompts[0]
+        mixed = mix(inputs=qkv, chunks=chunks, rows=self._chunk, kept=kept if self._verifies else None, write=write)
         if self._has_few:
             step(mixed=mixed, g=g, beta=beta, out=out, kept=kept_gates if self._verifies else None, write=write)
-        if self._chunks is not None:
+        if self._prompts is not None:
             scan_chunks(
-                *(mixed, g, beta, pool.states[layer], out, self._records, self._chunks, shape),
+                *(mixed, g, beta, pool.states[layer], out, self._records, *self._prompts, shape),
                 chunk=self._chunk,
                 most=self._most,
                 write=write,
@@ -159,10 +162,13 @@ class LinearGraphPlan(TritonLinearPlan):
 
 
 @cache
-def _largest_chunk(device: torch.device) -> int:
-    """Tokens of a chunk: half as many where the shared memory of a block would not hold the tiles of all."""
+def _largest_chunk(device: torch.device, dtype: torch.dtype) -> int:
+    """Tokens of a chunk: half as many where the shared memory of a block would not hold the tiles of all, and as few as
+    there can be in float32, where the parts of more would not fit the registers."""
     if device.type != "cuda":
         return CHUNK
+    if dtype == torch.float32:
+        return _SMALLEST_CHUNK
     properties = torch.cuda.get_device_properties(device)
     room: int = getattr(properties, "shared_memory_per_block_optin", 0)  # not in every torch
     return CHUNK if room >= _SHARED_MEMORY else CHUNK // 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -253,6 +255,26 @@ def test_blocks_beside_the_model() -> None:
     assert blocks_beside(spec.bytes_per_block, 512 * 10 + 100, 512 * 3, 0.5) == 6
     with pytest.raises(ConfigError, match="allows 1500 bytes; the model takes 1000, and two KV blocks 1024"):
         blocks_beside(spec.bytes_per_block, 1500, 1000, 0.5)
+
+
+def test_closing_frees_the_cache(checkpoint: Path) -> None:
+    """While the runner itself is still held, as by a server that ends or an `LLM` that was closed."""
+    runner = ModelRunner(checkpoint, num_kv_blocks=40)
+    generate(runner, [[7] * 24], SamplingParams(max_tokens=3))
+    cache = weakref.ref(runner.kv_cache)
+    runner.close()
+    gc.collect()
+    assert cache() is None
+    runner.close()
+
+
+@pytest.mark.gpu
+def test_closing_gives_memory_back_to_the_gpu(tmp_path: Path) -> None:
+    """What is not given back then is held by the next small tensor that lies in it."""
+    runner = ModelRunner(make_small(tmp_path, dense=True), device="cuda", gpu_memory_utilization=0.25)
+    taken, cache = torch.cuda.memory_reserved(), runner.kv_cache.nbytes
+    runner.close()
+    assert torch.cuda.memory_reserved() <= taken - cache
 
 
 @pytest.mark.gpu

@@ -32,6 +32,8 @@ from attention.kernels import tuning
 from attention.kernels.fill import fill_batch
 from attention.kernels.pages import list_pages
 from attention.kernels.ragged import pad_ragged, unpad_ragged
+from attention.linear import triton_plan as plans
+from attention.linear.kernels import tuning as scans
 from attention.linear.plan import LinearPlan
 from attention.linear.triton_plan import LinearRecords, TritonLinearPlan
 from model_runner.kernels.activation import sigmoid_mul, silu_mul
@@ -55,8 +57,9 @@ LATENT_HEADS = (128, 16)
 MOST_QUERIES = (1, 4)
 """Queries of a request that decodes: its token, or drafts as well."""
 QWEN3_NEXT = GatedDeltaShape(16, 32, 128, 128, 4)
-LINEAR_CHUNKS = {64: 100, 32: 25}
-"""Tokens of a chunk, on a Hopper and on a GPU with less shared memory; and of a prompt that has such chunks."""
+LINEAR_PROMPTS = ((BF16, 64, 100), (BF16, 32, 25), (torch.float32, 16, 25))
+"""Activations; tokens of a chunk, on a Hopper and on a GPU with less shared memory; and of a prompt."""
+NAMES = {BF16: "bf16", torch.float32: "fp32"}
 
 
 @contextmanager
@@ -156,22 +159,29 @@ def compile_linear(launches: Launches) -> None:
     model, shape = "Qwen3-Next", QWEN3_NEXT
     conv, heads = torch.zeros(shape.conv_kernel, shape.conv_dim), torch.zeros(shape.num_v_heads)
 
-    def run(plan: LinearPlan, tokens: int) -> None:
+    def run(plan: LinearPlan, tokens: int, dtype: torch.dtype = BF16) -> None:
         sizes = shape.conv_dim, shape.value_size, shape.num_v_heads, shape.num_v_heads
-        qkv, _, b, a = torch.zeros(tokens, sum(sizes), dtype=BF16).split(sizes, dim=-1)
+        qkv, _, b, a = torch.zeros(tokens, sum(sizes), dtype=dtype).split(sizes, dim=-1)
         plan.forward(qkv, *plan.gates(a, b, heads, heads), conv, 0)
 
     def batch(lens: list[int], mode: ForwardMode) -> CommonAttentionMetadata:
         table, slots = torch.zeros(len(lens), 1, dtype=torch.int32), torch.zeros(sum(lens), dtype=torch.int64)
         return CommonAttentionMetadata.build(lens, lens, table, slots, mode, state_slots=range(len(lens)))
 
-    pool = StatePool(shape, 1, 4, BF16, torch.device("cpu"), num_drafts=3)
-    for chunk, length in LINEAR_CHUNKS.items():
-        with launches.named(Label("linear", model, f"bf16 by {chunk}")):
-            run(TritonLinearPlan(pool, batch([length, 1, 5], ForwardMode.MIXED)), length + 6)
+    pools = {dtype: StatePool(shape, 1, 4, dtype, torch.device("cpu"), num_drafts=3) for dtype in NAMES}
+    for dtype, chunk, length in LINEAR_PROMPTS:
+        for place, choice in enumerate(scans.scan_choices(shape, dtype)):
+            tile = f"{choice.columns}/{choice.num_warps}/{choice.num_stages}"
+            label = Label("linear", model, f"{NAMES[dtype]} by {chunk}", tile, default=not place)
+            with (
+                launches.named(label),
+                replaced(scans, "scan_choices", (choice,)),
+                replaced(plans, "_largest_chunk", chunk),
+            ):
+                run(TritonLinearPlan(pools[dtype], batch([length, 1, 5], ForwardMode.MIXED)), length + 6, dtype)
     for lens, mode in (([1, 1], ForwardMode.DECODE), ([4, 4], ForwardMode.TARGET_VERIFY)):
         with launches.named(Label("linear", model)):
-            run(LinearRecords(pool, 2).plan_for_graph(batch(lens, mode)), sum(lens))
+            run(LinearRecords(pools[BF16], 2).plan_for_graph(batch(lens, mode)), sum(lens))
 
 
 def compile_models() -> None:

@@ -16,10 +16,10 @@ _NUM_WARPS = 1
 
 
 @jit()
-def load_unit_rows(rows: tl.tensor, inside: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """Heads along `AXIS`, with length 1; see `normalised`."""
+def _load_unit(rows: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """A head, with length 1; see `normalised`."""
     x = tl.load(rows, mask=inside, other=0).to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) + 1e-6)
+    return x * tl.rsqrt(tl.sum(x * x, 0, keep_dims=True) + 1e-6)
 
 
 @jit()
@@ -60,7 +60,7 @@ def _recur_kernel(
     DIM: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     for token in range(0, count):
         channels = mixed + (target + token) * DIM
-        k = load_unit_rows(channels + (K_HEADS + key_head) * K_DIM + row, key_inside, 0)
+        k = _load_unit(channels + (K_HEADS + key_head) * K_DIM + row, key_inside)
         v = tl.load(channels + 2 * K_HEADS * K_DIM + head * V_DIM + column, mask=value_inside, other=0).to(tl.float32)
         gate = (source + token) * stride + head
         decay, strength = tl.load(g + gate), tl.load(beta + gate)
@@ -68,7 +68,7 @@ def _recur_kernel(
         held = tl.sum(state * k[:, None], 0)
         state += k[:, None] * ((v - held) * strength)[None, :]
         if not KEPT:
-            q = load_unit_rows(channels + key_head * K_DIM + row, key_inside, 0) * scale
+            q = _load_unit(channels + key_head * K_DIM + row, key_inside) * scale
             read = tl.sum(state * q[:, None], 0)
             tl.store(out + ((target + token) * V_HEADS + head) * V_DIM + column, read, mask=value_inside)
         if KEEP:

@@ -55,7 +55,7 @@ class Section:
 
 
 SECTIONS: Mapping[str, Section] = {
-    "streams": Section(("cuda_device", "step_streams_gpu", "cuda_lifetimes"), 50, "first", alone=True),
+    "streams": Section(("cuda_device", "step_streams_gpu", "cuda_lifetimes"), 60, "first", alone=True),
     "capture": Section(("graphs", "graphs_failures", "graphs_sizes", "graphs_triton"), 35, "first"),
     "kernels": Section(("kernels_once",), 90, "first"),
     "runner": Section(("runner_graphs_gpu", "engine_loops", "weight_pass"), 80, "rest-1"),

@@ -5,6 +5,7 @@ What a GPU's architecture has no kernel for is skipped here, and refused by name
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,12 @@ KINDS: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {
     "tree": ([(200, 8), (64, 8)], {"drafts": "tree"}),
     "draft extend": ([(200, 4), (64, 2), (5, 1)], {"mode": ForwardMode.DRAFT_EXTEND}),
 }
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile takes seconds to compile: the default alone, where a test does not ask for all."""
+    monkeypatch.setattr(tuning, "autotune", lambda key, choices, *args, **options: choices[0])
 
 
 def missing(name: str, kind: str, *, fp8: bool = False) -> str | None:
@@ -122,14 +129,30 @@ def test_all_heads_of_deepseek_compiled(kind: str, dtype: torch.dtype) -> None:
     check(bench, batch, dtype, tolerance=near(dtype, fp8=False, name="triton_mla"))
 
 
-def test_every_tile_of_latents_compiled() -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize(("name", "kind"), [("triton", "decode"), ("triton", "prefill"), ("triton_mla", "chain")])
+def test_every_tile_compiled(name: str, kind: str, fp8: bool) -> None:
     """Whatever tuning chooses gives the same."""
-    bench = BENCHES["triton_mla"]
-    batch = batch_of(bench, "chain", shape=replace(MLA, num_heads=64))
-    for choice in tuning.latent_choices(batch.shape, 4, BF16, fp8=False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tuning, "latent_choices", lambda *args, choice=choice, **options: [choice])
-            check(bench, batch, BF16, tolerance=4e-2)
+    bench = BENCHES[name]
+    batch = batch_of(bench, kind, shape=replace(MLA, num_heads=64) if bench.mla else None, fp8=fp8)
+    with pytest.MonkeyPatch.context() as patch:
+        found = EveryChoice(patch)
+        while not found.all_tried:
+            check(bench, batch, BF16, tolerance=near(BF16, fp8=fp8, name=name))
+    assert found.tried > 3
+
+
+class EveryChoice:
+    """Stands in for the autotuner: each time it is asked, it takes the next choice."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.tried, self.all_tried = 0, False
+        patch.setattr(tuning, "autotune", self.next)
+
+    def next(self, key: str, choices: Sequence[Any], *args: object, **options: object) -> Any:
+        self.tried += 1
+        self.all_tried = self.tried >= len(choices)
+        return choices[self.tried - 1]
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

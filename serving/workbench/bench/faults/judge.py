@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,9 @@ from serving.workbench.bench.faults.referee import Tally
 from serving.workbench.bench.faults.setting import MOST_EXCUSED
 from serving.workbench.bench.faults.victims import Ended, Footprint, by_reason
 
-_NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": 1.0}
+_POOL = min(32, (os.cpu_count() or 1) + 4)
+"""Most threads in the pool of an event loop, which begins one when no other is idle, and keeps it."""
+_NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": float(_POOL)}
 """Growth that is none: a share of the memory, and numbers of descriptors and threads."""
 
 

@@ -1,0 +1,159 @@
+"""Prompts in chunks, in every way that tuning may choose, against the reference, a token at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_batches import DEVICE  # before Triton is imported
+
+from attention import GatedDeltaShape
+from attention.linear.delta_rule import normalised, reference_delta_rule
+from attention.linear.kernels import tuning
+from attention.linear.kernels.scan import ScanChoice, scan_chunks
+
+QWEN3_NEXT = GatedDeltaShape(16, 32, 128, 128, 4)
+FEW_HEADS = GatedDeltaShape(1, 2, 128, 128, 4)
+MOST = 4
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Requests with these numbers of tokens: the slots of all but the first have states already.
+
+    Attributes:
+        mixed: `[T, conv_dim]`, what the convolution gives.
+        g, beta: `[T, v_heads]`.
+        states: `[slots, v_heads, k_dim, v_dim]`; the request at number r has slot r + 1.
+    """
+
+    shape: GatedDeltaShape
+    lengths: tuple[int, ...]
+    mixed: Tensor
+    g: Tensor
+    beta: Tensor
+    states: Tensor
+
+    @classmethod
+    def random(cls, shape: GatedDeltaShape, lengths: tuple[int, ...], dtype: torch.dtype) -> Prompts:
+        tokens, heads = sum(lengths), shape.num_v_heads
+        torch.manual_seed(0)
+        states = torch.randn(1 + len(lengths), heads, shape.k_dim, shape.v_dim) / 4
+        mixed = torch.randn(tokens, shape.conv_dim).to(dtype)
+        gates = -2 * torch.rand(tokens, heads).square(), torch.rand(tokens, heads)
+        return cls(shape, lengths, *(each.to(DEVICE) for each in (mixed, *gates, states)))
+
+    def run(self, choice: ScanChoice, chunk: int) -> tuple[Tensor, Tensor]:
+        """Outputs, 7 where a request has too few tokens, and the states afterwards."""
+        records, chunks, first = [], [], 0
+        for request, length in enumerate(self.lengths):
+            records.append([request + 1, int(request == 0), first, length, 0, len(chunks)])
+            chunks += [[request, start] for start in range(0, length, chunk)]
+            first += length
+        states = self.states.clone()
+        states[1] = float("nan")  # what another request left behind
+        out = torch.full((first, self.shape.num_v_heads, self.shape.v_dim), 7.0, device=DEVICE)
+        lists = (torch.tensor(each, device=DEVICE) for each in (records, chunks))
+        inputs = self.mixed, self.g, self.beta, states, out, *lists
+        scan_chunks(*inputs, choice, self.shape, chunk=chunk, most=MOST, write=True)
+        return out, states
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        shape, tokens = self.shape, self.mixed.shape[0]
+        q, k, v = self.mixed.float().split((shape.key_size, shape.key_size, shape.value_size), dim=-1)
+        heads, groups = (tokens, shape.num_k_heads, shape.k_dim), shape.num_v_heads // shape.num_k_heads
+        q = normalised(q.reshape(heads), shape.k_dim**-0.5).repeat_interleave(groups, dim=1)
+        k = normalised(k.reshape(heads), 1.0).repeat_interleave(groups, dim=1)
+        inputs = q, k, v.reshape(tokens, shape.num_v_heads, shape.v_dim), self.g, self.beta
+        states, rows = self.states.clone(), []
+        states[1] = 0.0
+        each_request = zip(*(each.split(self.lengths) for each in inputs), strict=True)
+        for slot, (length, each) in enumerate(zip(self.lengths, each_request, strict=True), 1):
+            if length > MOST:
+                q, k, v, g, beta = each
+                out, states[slot] = reference_delta_rule(q, k, v, g, beta, states[slot])
+            else:
+                out = torch.full_like(each[2], 7.0)
+            rows.append(out)
+        return torch.cat(rows), states
+
+
+def compare(prompts: Prompts, choice: ScanChoice, chunk: int, near: float) -> None:
+    for found, expected in zip(prompts.run(choice, chunk), prompts.expected(), strict=True):
+        torch.testing.assert_close(found, expected, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("columns", [16, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.skipif(DEVICE == "cuda", reason="tensor cores round more; see the test of every choice")
+def test_wide_heads_in_parts(dtype: torch.dtype, columns: int, chunk: int) -> None:
+    """Keys in several blocks, states in several programs, and requests that are left to `recur`."""
+    prompts = Prompts.random(FEW_HEADS, (70, MOST, 33), dtype)
+    compare(prompts, ScanChoice(columns, 4, 1), chunk, 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_are_alike_and_decays_of_all_sizes(dtype: torch.dtype) -> None:
+    """The worst for the inverse, and sums of logarithms in the thousands between tokens that hardly decay."""
+    prompts = Prompts.random(FEW_HEADS, (130, 64), dtype)
+    size = FEW_HEADS.key_size
+    prompts.mixed[:, size : 2 * size] = 1 + 0.1 * prompts.mixed[:, size : 2 * size]
+    prompts.beta.fill_(1.0)
+    prompts.g.mul_(1e-3)
+    prompts.g[::9] = -100.0
+    prompts.g[40:44] = torch.tensor([-3e4, float("-inf"), -1e-30, 0.0], device=DEVICE)[:, None]
+    near = 2e-5 if DEVICE == "cpu" else 1e-3 if dtype == torch.float32 else 2e-2
+    chunk = 16 if dtype == torch.float32 and DEVICE == "cuda" else 64
+    compare(prompts, tuning.scan_choices(FEW_HEADS, dtype)[0], chunk, near)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_every_choice_gives_the_same_at_the_size_of_qwen3_next() -> None:
+    prompts = Prompts.random(QWEN3_NEXT, (300, MOST, 70), torch.bfloat16)
+    expected = prompts.expected()
+    wrong = {}
+    for choice in tuning.scan_choices(QWEN3_NEXT, torch.bfloat16):
+        for chunk in (32, 64):
+            off = [
+                float((found - right).abs().max())
+                for found, right in zip(prompts.run(choice, chunk), expected, strict=True)
+            ]
+            if not max(off) < 2e-2:  # NaN is wrong, too
+                wrong[choice, chunk] = off
+    assert not wrong
+
+
+def test_choices_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "INTERPRETED", False)
+    choices = tuning.scan_choices.__wrapped__(QWEN3_NEXT, torch.bfloat16)
+    assert len(set(choices)) == len(choices) >= 4
+    assert {choice.columns for choice in choices} == {32, 64}
+    assert {choice.num_stages for choice in choices} == {2}, "one stage is wrong on an H200"
+    narrow = tuning.scan_choices.__wrapped__(GatedDeltaShape(1, 1, 4, 12, 1), torch.bfloat16)
+    assert {choice.columns for choice in narrow} == {16}
+    assert len(set(narrow)) == len(narrow) < len(choices)
+    assert len(tuning.scan_choices.__wrapped__(QWEN3_NEXT, torch.float32)) == 1
+
+
+def test_what_is_timed_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same one for all choices, on one or several prompts."""
+    keys = []
+
+    def choose(key: str, choices: Any, run: Any, **options: Any) -> ScanChoice:
+        keys.append(key)
+        found = [options["answer"](ScanChoice(columns, 4, 1)) for columns in (16, 32)]
+        assert found[0].abs().amin() > 0
+        torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+        return choices[0]
+
+    monkeypatch.setattr(tuning, "_TOKENS", 128)
+    monkeypatch.setattr(tuning, "autotune", choose)
+    shape = GatedDeltaShape(1, 2, 8, 32, 4)
+    for prompts in (1, 3, 4, 100):
+        tuning.tune_scan(shape, torch.float32, prompts, 16, torch.device(DEVICE))
+    assert len(set(keys)) == 3
