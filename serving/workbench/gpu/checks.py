@@ -46,22 +46,24 @@ _PROCESSORS_FOR_JOBS = 8
 @dataclass(frozen=True)
 class Section:
     """Test files under `tests/`, without `test_` and `.py`; seconds until their process is ended, on a GPU; their part
-    of `make gpu`; and whether no other section may run meanwhile."""
+    of `make gpu`; whether no other section may run meanwhile; and in how many processes its tests run, where there are
+    processors and pytest-xdist for it: most of their time is compilation."""
 
     files: tuple[str, ...]
     budget_s: float
     part: str
     alone: bool = False
+    processes: int = 1
 
 
 SECTIONS: Mapping[str, Section] = {
-    "streams": Section(("cuda_device", "step_streams_gpu", "cuda_lifetimes"), 60, "first", alone=True),
+    "streams": Section(("cuda_device", "step_streams_gpu", "cuda_lifetimes"), 50, "first", alone=True),
     "capture": Section(("graphs", "graphs_failures", "graphs_sizes", "graphs_triton"), 35, "first"),
     "kernels": Section(("kernels_once",), 90, "first"),
     "runner": Section(("runner_graphs_gpu", "engine_loops", "weight_pass"), 80, "rest-1"),
     "transports": Section(("moe_transports_gpu", "moe_host_loopback", "moe_chunks_gpu", "moe_signals"), 90, "rest-2"),
     "experts": Section(("moe_triton_gpu", "router_kernels"), 140, "rest-2"),
-    "attention": Section(("attention_conformance_gpu", "kernels_norm_rope"), 200, "rest-3"),
+    "attention": Section(("attention_conformance_gpu", "kernels_norm_rope"), 140, "rest-3", processes=4),
     "benchmarks": Section(("bench_gpu",), 120, "rest-2"),
     "others": Section((), 150, "rest-3"),
     "measured": Section(
@@ -144,6 +146,8 @@ class _Running:
         command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.pytest_lines", "-m", selected]
         command += ["-o", "faulthandler_exit_on_timeout=false"]  # the time budget ends a hanging test
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
+        if SECTIONS[name].processes > 1 and _default_jobs() > 1 and find_spec("xdist") is not None:
+            command += ["-n", str(SECTIONS[name].processes)]
         environment = {**os.environ, LINES: str(self._lines)}
         environment["UBATCH_AUTOTUNE_CACHE"] = f"{self._folder.name}/autotune.json"  # not timed on an idle device
         self._begun = time.monotonic()

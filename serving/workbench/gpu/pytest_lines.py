@@ -14,6 +14,15 @@ _LONGEST = 2000
 """Most characters of an error; its end is kept."""
 
 
+_worker = False
+"""Whether this is one of several processes that share a section: the one that began them hears of all tests."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _worker
+    _worker = hasattr(config, "workerinput")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write a test's call, and its set-up or clean-up if one of them failed or was skipped."""
     if report.when == "call" or report.outcome != "passed":
@@ -27,6 +36,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def _write(test: str, outcome: str, seconds: float, error: str) -> None:
+    if _worker:
+        return
     line = {"test": test, "outcome": outcome, "seconds": round(seconds, 3)}
     if error:
         line["error"] = error[-_LONGEST:]

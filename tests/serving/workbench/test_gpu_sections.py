@@ -236,6 +236,28 @@ def test_a_section_that_breaks_loses_nothing_of_itself_or_of_others(
     assert sorted(failed.split(", ")) == sorted(BREAKING.keys() - {"good"})
 
 
+def test_a_section_of_several_processes_loses_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_many.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_good(n): assert n != 5\n"
+    )
+    (tmp_path / "test_unreadable.py").write_text("import nothing_of_that_name.at_all\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n")
+    monkeypatch.setattr(checks, "SECTIONS", {"many": checks.Section(("many",), 60.0, "first", processes=2)})
+    monkeypatch.setattr(checks, "files_of", lambda name: [tmp_path / "test_many.py", tmp_path / "test_unreadable.py"])
+    monkeypatch.setattr(checks, "_default_jobs", lambda: 4)
+    monkeypatch.setattr(checks, "_environment", dict)
+    for name in [each for each in os.environ if each.startswith("PYTEST")]:
+        monkeypatch.delenv(name)
+    file = tmp_path / "results.json"
+    assert checks.main(["--device", "cpu", "--json", str(file)]) == 1
+    [found] = sections_of(file).values()
+    assert found["counts"] == {"passed": 8, "failed": 2}
+    assert len({each["test"] for each in found["tests"]}) == 10
+    assert "2 workers" in capfd.readouterr().out
+
+
 def test_an_earlier_runs_other_sections_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     for name in ("others", "streams"):
