@@ -4,7 +4,7 @@ Triton's own launch looks at every argument, writes the options as text, and pre
 the time of the launch itself. Here the first launch with arguments of a kind is Triton's, and what it compiled is kept:
 
     a constant      (`tl.constexpr`, or an option such as `num_warps`) counts by its value
-    a tensor        by its dtype, and by whether its address is a multiple of 16
+    a tensor        by its dtype, and by whether its address is a multiple of 16; one on a GPU is launched by that
     an integer      by whether it is 1, a multiple of 16, or needs more than 32 bits
     a descriptor    by its dtype, the sides of its block and its padding
     the rest        None, by being None; other numbers, by their type
@@ -24,6 +24,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _WORD, _LONG = 1 << 31, 1 << 63
+_ONE, _WHOLE, _ODD = "1", "multiple of 16", "other"
+_PLAIN = (bool, float)
 
 
 class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
@@ -68,36 +70,47 @@ def _listens(runtime: Any) -> bool:
 def _binder(params: Any) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """A function with the kernel's arguments, and options, that returns their kinds and the arguments in order.
 
-    Its code is written for the kernel: a loop over the arguments would take as long as what it is to replace.
+    Its code is written for the kernel: a loop over the arguments would take as long as what it is to replace. Of tensors
+    on a GPU the address alone is launched, as Triton would ask the driver about each tensor.
     """
-    names = [param.name for param in params]
     heads = [param.name if not param.has_default else f"{param.name}=_defaults[{param.num}]" for param in params]
-    kinds = []
+    lines, kinds, values = [], [], []
     for param in params:
-        name = param.name
+        name, place = param.name, param.num
         if param.is_constexpr:
             kinds.append(name)
-        elif param.do_not_specialize:
-            kinds.append(f"{name}.dtype if isinstance({name}, _Tensor) else _kind({name}, False)")
-        else:
-            kinds += [
-                f"{name}.dtype if isinstance({name}, _Tensor) else _kind({name}, True)",
-                f"{name}.data_ptr() % 16 == 0 if isinstance({name}, _Tensor) else None",
-            ]
-    each_kind, each_value = (", ".join([*of, ""]) for of in (kinds, names))
-    source = f"def bind({', '.join([*heads, '**options'])}): return ({each_kind}*options.items(),), ({each_value})"
+            values.append(name)
+            continue
+        kinds.append(f"kind_{place}")
+        values.append(f"value_{place}")
+        by_address = not param.do_not_specialize
+        lines += [
+            f" if isinstance({name}, _Tensor):",
+            f"  kind_{place}, value_{place} = {name}.dtype, {name}.data_ptr()",
+            f"  if value_{place} % 16: kind_{place} = kind_{place}, False" if by_address else "",
+            f"  if not {name}.is_cuda: value_{place} = {name}",
+            " else:",
+            f"  kind_{place}, value_{place} = _kind({name}, {by_address}), {name}",
+        ]
+    each_kind, each_value = (", ".join([*of, ""]) for of in (kinds, values))
+    head = f"def bind({', '.join([*heads, 'num_warps=None', 'num_stages=None', '**options'])}):"
+    last = f" return ({each_kind}num_warps, num_stages, *options.items()), ({each_value})"
     scope = {"_Tensor": torch.Tensor, "_kind": _kind, "_defaults": [param.default for param in params]}
-    exec(source, scope)
+    exec("\n".join([head, *filter(None, lines), last]), scope)
     return scope["bind"]  # type: ignore[return-value]
 
 
 def _kind(value: Any, specialized: bool) -> Any:
-    """The kind of an argument that is no plain tensor; see this module."""
-    if value is None or isinstance(value, bool | float):
-        return type(value)
-    if isinstance(value, int):
-        size = (-_WORD <= value < _WORD, value < _LONG)
-        return (*size, value == 1, value % 16 == 0) if specialized else size
-    if isinstance(value, TensorDescriptor):
-        return value.base.dtype, tuple(value.block_shape), value.padding
-    raise TypeError(f"a kernel's argument is a tensor, a number, a descriptor or None, not {type(value).__name__}.")
+    """The kind of an argument that is no tensor; see this module."""
+    if type(value) is not int:
+        if value is None or isinstance(value, _PLAIN):
+            return type(value)
+        if isinstance(value, TensorDescriptor):
+            return value.base.dtype, tuple(value.block_shape), value.padding
+        if not isinstance(value, int):
+            raise TypeError(
+                f"a kernel's argument is a tensor, a number, a descriptor or None, not {type(value).__name__}."
+            )
+    if -_WORD <= value < _WORD:
+        return specialized and (_ONE if value == 1 else _WHOLE if value % 16 == 0 else _ODD)
+    return value < _LONG, specialized and value % 16 == 0

@@ -147,7 +147,8 @@ class _Running:
         command += ["-o", "faulthandler_exit_on_timeout=false"]  # the time budget ends a hanging test
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
         if SECTIONS[name].processes > 1 and _default_jobs() > 1 and find_spec("xdist") is not None:
-            command += ["-n", str(SECTIONS[name].processes)]
+            # pytest-benchmark, where it is installed, warns of processes, and warnings are errors.
+            command += ["-n", str(SECTIONS[name].processes), "-p", "no:benchmark"]
         environment = {**os.environ, LINES: str(self._lines)}
         environment["UBATCH_AUTOTUNE_CACHE"] = f"{self._folder.name}/autotune.json"  # not timed on an idle device
         self._begun = time.monotonic()

@@ -66,6 +66,22 @@ def test_the_second_launch_passes_all_arguments_in_order(recorder: Recorder) -> 
     assert recorder.launched[0] == (*fixed, other, None, 48, 6, 0.25, 4)
 
 
+class OnGPU(torch.Tensor):
+    """As if it were there."""
+
+    is_cuda = True
+
+
+def test_of_a_tensor_on_a_gpu_the_address_is_launched(recorder: Recorder) -> None:
+    """Triton would ask the driver about each. Others it asks about: it refuses what a kernel cannot read."""
+    here, there = MEMORY[:16], MEMORY[16:].as_subclass(OnGPU)
+    assert recorder.launch(there, here, 32, 5, 0.5, 4)
+    assert not recorder.launch(there, here, 32, 5, 0.5, 4)
+    address, scales, *_ = recorder.launched[-1][-6:]
+    assert address == there.data_ptr()
+    assert scales is here
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "an address that is no multiple of 16": {"x": MEMORY[1:]},
     "another dtype": {"x": MEMORY.bfloat16()},
