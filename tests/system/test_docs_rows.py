@@ -131,6 +131,18 @@ GPU_ROWS: Mapping[str, str] = {
         "{gpu[moe-prefill][8192 tokens: share of the matrix peak]:.2f}, "
         "{gpu[moe-prefill][16384 tokens: share of the matrix peak]:.2f}"
     ),
+    "bytes of the visited experts": (
+        "{gpu[moe-decode][64 tokens: share of the bandwidth floor]:.2f}, "
+        "{gpu[moe-decode][128 tokens: share of the bandwidth floor]:.2f}, "
+        "{gpu[moe-decode][256 tokens: share of the bandwidth floor]:.2f}"
+    ),
+    "paged decode attention": (
+        "{gpu[attention][batch 64: share of the copy bandwidth]:.2f}, "
+        "{gpu[attention][batch 128: share of the copy bandwidth]:.2f}, "
+        "{gpu[attention][batch 256: share of the copy bandwidth]:.2f}"
+    ),
+    "a decode step in a graph": "{gpu[decode][plain: CPU of replay()]:.0f []} us",
+    "CPU of the whole step": "{gpu[decode][plain: CPU of a whole step]:.0f []} us",
     "products next to a transport": (
         "{gpu[sms][dealt beside: slow-down]:.2f}x, {gpu[sms][claimed beside: slow-down]:.2f}x, "
         "{gpu[sms][reserved beside: slow-down]:.2f}x"

@@ -70,8 +70,8 @@ def _listens(runtime: Any) -> bool:
 def _binder(params: Any) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
     """A function with the kernel's arguments, and options, that returns their kinds and the arguments in order.
 
-    Its code is written for the kernel: a loop over the arguments would take as long as what it is to replace. Of tensors
-    on a GPU the address alone is launched, as Triton would ask the driver about each tensor.
+    Its code is written for the kernel: a loop over the arguments would take as long as what it is to replace. Of a
+    tensor on a GPU the address alone is launched, as Triton would ask the driver about the tensor.
     """
     heads = [param.name if not param.has_default else f"{param.name}=_defaults[{param.num}]" for param in params]
     lines, kinds, values = [], [], []

@@ -28,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURES = {
     "moe-decode": ["copy bandwidth", "4 tokens: share of the bandwidth floor", "4 tokens: speed against torch._group"],
     "moe-prefill": ["matrix peak", "8 tokens: share of the matrix peak"],
+    "linear": ["2 of 20 tokens: time"],
     "attention": ["batch 2: share of the copy bandwidth"],
     "prefill": [
         "GEMM slow-down beside copies",
