@@ -7,7 +7,7 @@
     moving     steps while experts move, against steps while they do not; prompts have half of their tokens
     shift      steps until experts are balanced again when others become popular
 
-The model is a random Qwen3-MoE of 100 M parameters with four layers, which has 64 experts in each, 12 of them for a
+The model is a random Qwen3-MoE of 100 M parameters with four layers, which has 64 experts in each, eight of them for a
 token; steps are prefills, and every rank is pinned to a core.
 The file of `--json` is written after each part: a run that is interrupted loses only the part that ran.
 """
@@ -80,8 +80,8 @@ class Options(StepOptions):
 
     @property
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
-        """Of the random model: half as many layers as elsewhere, each with twice as many experts, 12 per token."""
-        size = replace(super().size, num_hidden_layers=self.layers or 4, num_experts_per_tok=12)
+        """Of the random model: half as many layers as elsewhere, each with twice as many experts, eight per token."""
+        size = replace(super().size, num_hidden_layers=self.layers or 4, num_experts_per_tok=8)
         if isinstance(size, RandomQwen3Moe):
             return replace(size, num_experts=2 * size.num_experts)
         return replace(size, n_routed_experts=2 * size.n_routed_experts)

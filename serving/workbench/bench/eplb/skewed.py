@@ -266,19 +266,15 @@ def skewed_order(loads: Floats, placement: ExpertPlacement, balancedness: float,
         loads: `[L, E]`.
 
     Raises:
-        UBatchError: none was found by exchanging two experts many times.
+        UBatchError: no order of many that were tried is.
     """
-    orders = random.permuted(np.tile(np.arange(loads.shape[1]), (len(loads), 1)), axis=1)
-    layers, tried = np.arange(len(loads)), orders.copy()
-    off = np.full(len(loads), np.inf)
+    orders = np.tile(np.arange(loads.shape[1]), (len(loads), 1))
     for _ in range(_TRIES):
-        found = np.abs(placement.balancedness(np.take_along_axis(loads, tried, axis=1)) - balancedness)
-        orders[found < off], off = tried[found < off], np.minimum(found, off)
-        if (off <= _NEAR).all():
+        reached = placement.balancedness(np.take_along_axis(loads, orders, axis=1))
+        wrong = np.abs(reached - balancedness) > _NEAR
+        if not wrong.any():
             return torch.from_numpy(orders)
-        one, other = random.integers(loads.shape[1], size=(2, len(loads)))
-        tried = orders.copy()
-        tried[layers, one], tried[layers, other] = orders[layers, other], orders[layers, one]
+        orders[wrong] = random.permuted(orders[wrong], axis=1)
     raise UBatchError(f"no order of {loads.shape[1]} experts has a balancedness of {balancedness:g}. Ask for another.")
 
 
