@@ -93,7 +93,9 @@ def generate(
     Raises:
         RequestError, KVCacheExhausted: a prompt cannot be served; raised before anything runs.
         PeerFailed: another rank failed.
+        UBatchError: the runner was closed.
     """
+    runner.check_open()
     with runner.together():
         requests = _make_requests(runner, prompts, params, max_num_batched_tokens)
         job = _Job(runner, deque(enumerate(requests)), max_num_batched_tokens or sys.maxsize, on_token)

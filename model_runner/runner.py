@@ -223,7 +223,8 @@ class ModelRunner(StepRunner):
         for steps in self.captured_steps:
             steps.drop()
         self._beside.clear()
-        del self.kv_cache, self.attention, self.graphs, self.proposer
+        self.graphs = self.proposer = None
+        del self.kv_cache, self.attention
 
     def clear_expert_loads(self) -> None:
         """Forget the experts' loads: what ran so far was a warm-up."""
@@ -249,16 +250,19 @@ class ModelRunner(StepRunner):
         return self.wrapper.statistics()
 
     def close(self) -> None:
-        """Stop the lanes' threads, wait for the work queued on the device, and free the KV cache and captured steps.
+        """Stop the lanes' threads, wait for the work queued on the device, and free caches, states and captured steps.
 
-        On a GPU the memory goes back to the driver: kept by torch, a large block of it serves the next small tensor,
-        and stays taken as long as that lives.
+        On a GPU their memory goes back to the driver: of what torch keeps, a large block serves the next small tensor,
+        and stays taken as long as that lives. If the group is broken, nothing is waited for and nothing is freed.
         """
         self.wrapper.close()
-        if hasattr(self, "kv_cache"):
-            self._close_cache()
+        if self.closed or not self.streams.close():
+            return
+        self.closed = True
+        self._close_cache()
+        self.states = self.observer = None
+        gc.collect()  # reference cycles may hold tensors
         if self.device.type == "cuda":
-            gc.collect()  # reference cycles may hold tensors
             torch.cuda.empty_cache()
 
     def __enter__(self) -> ModelRunner:

@@ -39,7 +39,7 @@ from model_runner.step.request import ScheduledRequest
 from model_runner.step.request_memory import RequestMemory
 from model_runner.step.step import Step
 from moe import ExpertPlacement
-from ubatch import ForwardMode, SplitCost, UBatchWrapper
+from ubatch import ForwardMode, SplitCost, UBatchError, UBatchWrapper
 from ubatch.ranks import in_gaps
 from ubatch.streams import to_device
 from ubatch.wrapper import run_decided
@@ -54,7 +54,13 @@ class StepRunner(CapturingRunner, RequestMemory):
     proposer: DraftProposer | None
     placement: ExpertPlacement | None
     mover: Mover | None = None
+    closed = False
     _voted_at: float | None = None
+
+    def check_open(self) -> None:
+        """Raises `UBatchError` once the runner was closed."""
+        if self.closed:
+            raise UBatchError("this ModelRunner was closed. Make another one.")
 
     def set_observer(self, observer: StepObserver | None) -> None:
         """Set the observer: from the next step on it gets hidden states and new tokens when a step's result is read.
@@ -115,7 +121,9 @@ class StepRunner(CapturingRunner, RequestMemory):
 
         Raises:
             StepOrderError, RequestError, KVCacheExhausted: see `launch`.
+            UBatchError: the runner was closed.
         """
+        self.check_open()
         step = scheduled if isinstance(scheduled, Step) else Step.of(scheduled)
         check_acceptance(step.shares, self.settings.acceptance)
         masked = self.graphs is not None and self.graphs.takes_trees

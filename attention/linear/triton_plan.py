@@ -36,8 +36,8 @@ from ubatch.streams import to_device
 _FEW = 16
 """Most tokens of a request that run one after another; a chunk costs about as much as so many. Not measured."""
 _SMALLEST_CHUNK = 16
-_SHARED_MEMORY = 157 << 10
-"""Bytes that a whole chunk of heads of 128 takes; see `kernels_sm90.json` among the tests."""
+_SHARED_MEMORY = 185 << 10
+"""Bytes that a chunk of 64 tokens and heads of 128 takes at most; see `kernels_sm90.json` among the tests."""
 _COUNT, _ACCEPTED, _FIRST_CHUNK, _FIELDS = 3, 4, 5, 6
 
 
@@ -66,8 +66,7 @@ class TritonLinearPlan(LinearPlan):
         tensors = [torch.tensor(each) for each in (records, chunks) if each]
         self._records, *of_prompts = to_device(tensors, device)
         if of_prompts:
-            prompts = sum(record[_COUNT] > self._most for record in records)
-            self._prompts = of_prompts[0], tune_scan(self._pool.shape, dtype, prompts, self._chunk, device)
+            self._prompts = of_prompts[0], tune_scan(self._pool.shape, dtype, self._chunk, device)
 
     def gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """See `LinearPlan.gates`."""
@@ -164,10 +163,10 @@ class LinearGraphPlan(TritonLinearPlan):
 @cache
 def _largest_chunk(device: torch.device, dtype: torch.dtype) -> int:
     """Tokens of a chunk: half as many where the shared memory of a block would not hold the tiles of all, and as few as
-    there can be in float32, where the parts of more would not fit the registers."""
+    there can be in float32 and float16, where the parts of more would not fit the registers."""
     if device.type != "cuda":
         return CHUNK
-    if dtype == torch.float32:
+    if dtype != torch.bfloat16:
         return _SMALLEST_CHUNK
     properties = torch.cuda.get_device_properties(device)
     room: int = getattr(properties, "shared_memory_per_block_optin", 0)  # not in every torch

@@ -138,18 +138,22 @@ class StepStreams:
         if self.asynchronous:
             self._block += objects
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Wait for all queued work; its tensors may be freed afterwards. The streams may be used again.
 
-        If the group is broken (already reported), it does not wait: work that waits for a peer may never end.
+        Returns:
+            Whether all work has ended. If the group is broken (already reported), it is not waited for: work that waits
+            for a peer may never end.
         """
         if not self.asynchronous:
-            return
+            return True
         with suppress(PeerFailed, GroupBroken, TransferTimeout):
             for stream in (self._upload, self._forward, self._download):
                 self._made.record(stream)
                 self._await(self._made)
             self._let_go()
+            return True
+        return False
 
     def _await(self, event: Event) -> None:
         """Make the host wait for an event."""

@@ -13,7 +13,9 @@ from triton_batches import DEVICE  # before Triton is imported
 from attention import GatedDeltaShape
 from attention.linear.delta_rule import normalised, reference_delta_rule
 from attention.linear.kernels import tuning
+from attention.linear.kernels.prepare import precision
 from attention.linear.kernels.scan import ScanChoice, scan_chunks
+from attention.linear.triton_plan import _largest_chunk
 
 QWEN3_NEXT = GatedDeltaShape(16, 32, 128, 128, 4)
 FEW_HEADS = GatedDeltaShape(1, 2, 128, 128, 4)
@@ -97,7 +99,19 @@ def test_wide_heads_in_parts(dtype: torch.dtype, columns: int, chunk: int) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.skipif(DEVICE == "cuda", reason="tensor cores round more; see the test of a GPU")
 def test_keys_that_are_alike_and_decays_of_all_sizes(dtype: torch.dtype) -> None:
+    compare(harsh(dtype), tuning.scan_choices(FEW_HEADS, dtype)[0], 64, 2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_are_alike_and_decays_of_all_sizes_compiled(dtype: torch.dtype) -> None:
+    chunk, near = (16, 1e-3) if dtype == torch.float32 else (64, 2e-2)
+    compare(harsh(dtype), tuning.scan_choices(FEW_HEADS, dtype)[0], chunk, near)
+
+
+def harsh(dtype: torch.dtype) -> Prompts:
     """The worst for the inverse, and sums of logarithms in the thousands between tokens that hardly decay."""
     prompts = Prompts.random(FEW_HEADS, (130, 64), dtype)
     size = FEW_HEADS.key_size
@@ -106,21 +120,21 @@ def test_keys_that_are_alike_and_decays_of_all_sizes(dtype: torch.dtype) -> None
     prompts.g.mul_(1e-3)
     prompts.g[::9] = -100.0
     prompts.g[40:44] = torch.tensor([-3e4, float("-inf"), -1e-30, 0.0], device=DEVICE)[:, None]
-    near = 2e-5 if DEVICE == "cpu" else 1e-3 if dtype == torch.float32 else 2e-2
-    chunk = 16 if dtype == torch.float32 and DEVICE == "cuda" else 64
-    compare(prompts, tuning.scan_choices(FEW_HEADS, dtype)[0], chunk, near)
+    return prompts
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-def test_every_choice_gives_the_same_at_the_size_of_qwen3_next() -> None:
+@pytest.mark.parametrize("kept", [1.0, 0.01], ids=["decays", "hardly decays"])
+def test_every_choice_gives_the_same_at_the_size_of_qwen3_next(kept: float) -> None:
     prompts = Prompts.random(QWEN3_NEXT, (300, MOST, 70), torch.bfloat16)
+    prompts.g.mul_(kept)
     expected = prompts.expected()
     wrong = {}
     for choice in tuning.scan_choices(QWEN3_NEXT, torch.bfloat16):
         for chunk in (32, 64):
             off = [
-                float((found - right).abs().max())
+                float(((found - right).norm(dim=-1) / right.norm(dim=-1)).max())
                 for found, right in zip(prompts.run(choice, chunk), expected, strict=True)
             ]
             if not max(off) < 2e-2:  # NaN is wrong, too
@@ -141,19 +155,28 @@ def test_choices_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_timed_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same one for all choices, on one or several prompts."""
+    """The same one for all choices, on one prompt and on several; short prompts are not timed."""
     keys = []
 
     def choose(key: str, choices: Any, run: Any, **options: Any) -> ScanChoice:
         keys.append(key)
-        found = [options["answer"](ScanChoice(columns, 4, 1)) for columns in (16, 32)]
-        assert found[0].abs().amin() > 0
-        torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+        for each in (options["answer"], *options["also"]):
+            found = [each(ScanChoice(columns, 4, 1)) for columns in (16, 32)]
+            assert found[0].abs().amin() > 0
+            torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
         return choices[0]
 
-    monkeypatch.setattr(tuning, "_TOKENS", 128)
+    monkeypatch.setattr(tuning, "_TOKENS", 8 * 64)
     monkeypatch.setattr(tuning, "autotune", choose)
     shape = GatedDeltaShape(1, 2, 8, 32, 4)
-    for prompts in (1, 3, 4, 100):
-        tuning.tune_scan(shape, torch.float32, prompts, 16, torch.device(DEVICE))
-    assert len(set(keys)) == 3
+    for chunk in (16, 32, 64):
+        assert tuning.tune_scan(shape, torch.float32, chunk, torch.device(DEVICE)).columns == 32
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_has_more_bits_than_bfloat16_runs_as_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "INTERPRETED", False)
+    assert tuning.scan_choices.__wrapped__(QWEN3_NEXT, dtype) == (ScanChoice(32, 4, 1),)
+    assert precision(dtype) == "tf32x3"
+    assert _largest_chunk.__wrapped__(torch.device("cuda", 0), dtype) == 16

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import checkpoint_fixture, make_qwen3_moe_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint, make_qwen3_moe_checkpoint
 from dense_checkpoint import make_small
 from launched_ahead import Ahead
+from repository import MODELS, TINY_MOE
 
 from attention import KVCacheSpec
 from model_runner import (
@@ -27,7 +27,8 @@ from model_runner import (
     generate,
 )
 from model_runner.memory.memory_profile import blocks_beside
-from ubatch import ConfigError, UBatchConfig
+from model_runner.settings import DraftSetting, DraftShape
+from ubatch import ConfigError, UBatchConfig, UBatchError
 from ubatch.streams.small_copies import to_device, to_host
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
@@ -263,9 +264,32 @@ def test_closing_frees_the_cache(checkpoint: Path) -> None:
     generate(runner, [[7] * 24], SamplingParams(max_tokens=3))
     cache = weakref.ref(runner.kv_cache)
     runner.close()
-    gc.collect()
     assert cache() is None
     runner.close()
+    with pytest.raises(UBatchError, match="was closed"):
+        generate(runner, [[7] * 24], SamplingParams(max_tokens=3))
+
+
+def test_closing_frees_states_and_the_caches_of_drafts(tmp_path: Path) -> None:
+    hybrid = ModelRunner(make_checkpoint(tmp_path, "Qwen3Next"), num_kv_blocks=40)
+    draft = DraftSetting("eagle", MODELS / "tiny-moe-eagle", DraftShape(2, 1, 2, sampled=False))
+    drafting = ModelRunner(TINY_MOE, num_kv_blocks=40, num_speculative_tokens=2, draft=draft)
+    assert hybrid.states is not None
+    assert drafting.proposer is not None
+    states, drafts = weakref.ref(hybrid.states), weakref.ref(drafting.proposer.kv_cache)
+    drafting.set_observer(drafting.proposer)
+    hybrid.close()
+    drafting.close()
+    assert (states(), drafts()) == (None, None)
+
+
+def test_what_a_peer_may_still_hold_up_is_not_freed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group is broken: work on the device may wait for a peer for ever, and freeing memory waits for the device."""
+    runner = ModelRunner(checkpoint, num_kv_blocks=40)
+    monkeypatch.setattr(runner.streams, "close", lambda: False)
+    runner.close()
+    assert not runner.closed
+    assert runner.kv_cache.nbytes
 
 
 @pytest.mark.gpu

@@ -57,9 +57,9 @@ LATENT_HEADS = (128, 16)
 MOST_QUERIES = (1, 4)
 """Queries of a request that decodes: its token, or drafts as well."""
 QWEN3_NEXT = GatedDeltaShape(16, 32, 128, 128, 4)
-LINEAR_PROMPTS = ((BF16, 64, 100), (BF16, 32, 25), (torch.float32, 16, 25))
+LINEAR_PROMPTS = ((BF16, 64, 100), (BF16, 32, 25), (torch.float32, 16, 25), (torch.float16, 16, 25))
 """Activations; tokens of a chunk, on a Hopper and on a GPU with less shared memory; and of a prompt."""
-NAMES = {BF16: "bf16", torch.float32: "fp32"}
+NAMES = {BF16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 
 
 @contextmanager

@@ -27,6 +27,8 @@ NOT_RUN: Mapping[str, str] = {
     "ubatch bench peers": "an environment with vLLM; tests/serving/workbench has a stand-in",
     "ubatch bench link": "root, and hours; tests/serving/workbench has short runs",
     "ubatch bench auto": "minutes of measuring; tests/serving/workbench has it with fewer steps",
+    "ubatch bench eplb": "what is quick is void; tests/serving/workbench has it, too",
+    "ubatch serve MODEL": "a model that the reader has",
 }
 """Part of a command -> why its section is not run. The flags are parsed all the same."""
 FASTER: Mapping[str, str] = {

@@ -126,7 +126,7 @@ GPU_ROWS: Mapping[str, str] = {
         "{gpu[moe-decode][128 tokens: speed against torch._grouped_mm]:.2f}x, "
         "{gpu[moe-decode][256 tokens: speed against torch._grouped_mm]:.2f}x faster"
     ),
-    "the same, 4k": (
+    "fused MoE, 4k": (
         "{gpu[moe-prefill][4096 tokens: share of the matrix peak]:.2f}, "
         "{gpu[moe-prefill][8192 tokens: share of the matrix peak]:.2f}, "
         "{gpu[moe-prefill][16384 tokens: share of the matrix peak]:.2f}"

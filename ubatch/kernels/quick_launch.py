@@ -4,7 +4,7 @@ Triton's own launch looks at every argument, writes the options as text, and pre
 the time of the launch itself. Here the first launch with arguments of a kind is Triton's, and what it compiled is kept:
 
     a constant      (`tl.constexpr`, or an option such as `num_warps`) counts by its value
-    a tensor        by its dtype, and by whether its address is a multiple of 16; one on a GPU is launched by that
+    a tensor        by its dtype, and by whether its address is a multiple of 16; on a GPU the address is passed
     an integer      by whether it is 1, a multiple of 16, or needs more than 32 bits
     a descriptor    by its dtype, the sides of its block and its padding
     the rest        None, by being None; other numbers, by their type

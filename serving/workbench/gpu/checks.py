@@ -117,7 +117,7 @@ def _run_all(names: Sequence[str], device: str, jobs: int) -> Iterator[tuple[str
         while waiting or running:
             while waiting and (not running or (len(running) < jobs and not _alone(waiting[0], running[-1].name))):
                 print(f"\n==> {waiting[0]}", flush=True)
-                running.append(_Running(waiting.popleft(), device, shown=jobs == 1))
+                running.append(_Running(waiting.popleft(), device, jobs))
             time.sleep(_POLL_S)
             for each in [each for each in running if each.over]:
                 found = each.results()
@@ -134,9 +134,9 @@ def _alone(*names: str) -> bool:
 
 
 class _Running:
-    """A section that runs in a process of its own; `shown` as it goes, or else when it has ended."""
+    """A section that runs in a process of its own, or in several of `jobs`; with one job it is shown as it goes."""
 
-    def __init__(self, name: str, device: str, *, shown: bool) -> None:
+    def __init__(self, name: str, device: str, jobs: int) -> None:
         self.name = name
         self._budget_s = SECTIONS[name].budget_s * (1 if device == "cuda" else REHEARSAL)
         self._folder = tempfile.TemporaryDirectory()
@@ -146,14 +146,15 @@ class _Running:
         command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.pytest_lines", "-m", selected]
         command += ["-o", "faulthandler_exit_on_timeout=false"]  # the time budget ends a hanging test
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
-        if SECTIONS[name].processes > 1 and _default_jobs() > 1 and find_spec("xdist") is not None:
+        processes = min(SECTIONS[name].processes, jobs)
+        if processes > 1 and find_spec("xdist") is not None:
             # pytest-benchmark, where it is installed, warns of processes, and warnings are errors.
-            command += ["-n", str(SECTIONS[name].processes), "-p", "no:benchmark"]
+            command += ["-n", str(processes), "-p", "no:benchmark"]
         environment = {**os.environ, LINES: str(self._lines)}
         environment["UBATCH_AUTOTUNE_CACHE"] = f"{self._folder.name}/autotune.json"  # not timed on an idle device
         self._begun = time.monotonic()
         with self._output.open("wb") as file:
-            to = None if shown else file
+            to = None if jobs == 1 else file
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, start_new_session=True, stdout=to, stderr=to
             )

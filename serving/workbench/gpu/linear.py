@@ -38,11 +38,11 @@ def prompts(bench: Bench, section: Section) -> None:
 
 def _layer(bench: Bench, shape: GatedDeltaShape, number: int, length: int) -> Callable[[], Tensor]:
     tokens, device = number * length, bench.device
-    full, name = AttentionShape(2, 1, 16), "triton" if device.type == "cuda" else "torch"  # plans, and does not run
+    full = AttentionShape(2, 1, 16)  # of a layer with attention, which plans and does not run
     cache = make_kv_cache(full.cache_spec(1, _PAGE, bench.dtype), number * -(-length // _PAGE), device)
     states = StatePool(shape, 1, number, bench.dtype, device)
     metadata = replace(scattered_metadata(number, length, length, _PAGE, device), state_slots=tuple(range(number)))
-    plan: Any = UBatchAttention(full, cache, name, states=states).plan(metadata)
+    plan: Any = UBatchAttention(full, cache, "torch", states=states).plan(metadata)
     qkv, conv = bench.randn(tokens, shape.conv_dim), bench.randn(shape.conv_kernel, shape.conv_dim).float()
     g, beta = (
         -torch.rand(tokens, shape.num_v_heads, device=device),

@@ -15,7 +15,7 @@ _LONGEST = 2000
 
 
 _worker = False
-"""Whether this is one of several processes that share a section: the one that began them hears of all tests."""
+"""Whether this is one of several processes of a section. The process that began them receives every test's report."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

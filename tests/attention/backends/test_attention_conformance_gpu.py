@@ -138,7 +138,12 @@ def test_every_tile_compiled(name: str, kind: str, fp8: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         found = EveryChoice(patch)
         while not found.all_tried:
-            check(bench, batch, BF16, tolerance=near(BF16, fp8=fp8, name=name))
+            before = found.num_tried
+            try:
+                check(bench, batch, BF16, tolerance=near(BF16, fp8=fp8, name=name))
+            except AssertionError as error:
+                raise AssertionError(f"{found.newest}: {error}") from error
+            assert found.num_tried > before, "no tile is asked for"
     assert found.num_tried > 3
 
 
@@ -148,11 +153,12 @@ class EveryChoice:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._tried: dict[str, int] = {}
         self._left: dict[str, int] = {}
+        self.newest: dict[str, Any] = {}
         patch.setattr(tuning, "autotune", self.next)
 
     @property
     def num_tried(self) -> int:
-        return max(self._tried.values())
+        return sum(self._tried.values())
 
     @property
     def all_tried(self) -> bool:
@@ -161,7 +167,8 @@ class EveryChoice:
     def next(self, key: str, choices: Sequence[Any], *args: object, **options: object) -> Any:
         tried = self._tried.get(key, 0)
         self._tried[key], self._left[key] = min(tried + 1, len(choices)), max(len(choices) - tried - 1, 0)
-        return choices[min(tried, len(choices) - 1)]
+        self.newest[key] = choices[min(tried, len(choices) - 1)]
+        return self.newest[key]
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

@@ -246,12 +246,11 @@ def test_a_section_of_several_processes_loses_and_doubles_nothing(
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n")
     monkeypatch.setattr(checks, "SECTIONS", {"many": checks.Section(("many",), 60.0, "first", processes=2)})
     monkeypatch.setattr(checks, "files_of", lambda name: [tmp_path / "test_many.py", tmp_path / "test_unreadable.py"])
-    monkeypatch.setattr(checks, "_default_jobs", lambda: 4)
     monkeypatch.setattr(checks, "_environment", dict)
     for name in [each for each in os.environ if each.startswith("PYTEST")]:
         monkeypatch.delenv(name)
     file = tmp_path / "results.json"
-    assert checks.main(["--device", "cpu", "--json", str(file)]) == 1
+    assert checks.main(["--device", "cpu", "--jobs", "4", "--json", str(file)]) == 1
     [found] = sections_of(file).values()
     assert found["counts"] == {"passed": 8, "failed": 2}
     assert len({each["test"] for each in found["tests"]}) == 10
@@ -347,8 +346,8 @@ def test_as_many_run_as_there_are_jobs_and_some_alone(
     running: list[str] = []
 
     class Running:
-        def __init__(self, name: str, device: str, *, shown: bool) -> None:
-            assert shown == (jobs == 1)
+        def __init__(self, name: str, device: str, most: int) -> None:
+            assert most == jobs
             self.name = name
             seen.append(f"+{name}")
             running.append(name)

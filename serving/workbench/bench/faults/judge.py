@@ -14,9 +14,10 @@ from serving.workbench.bench.faults.setting import MOST_EXCUSED
 from serving.workbench.bench.faults.victims import Ended, Footprint, by_reason
 
 _POOL = min(32, (os.cpu_count() or 1) + 4)
-"""Most threads in the pool of an event loop, which begins one when no other is idle, and keeps it."""
+"""Most threads of an event loop's executor, which starts one when none is idle, and keeps it."""
 _NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": float(_POOL)}
-"""Growth that is none: a share of the memory, and numbers of descriptors and threads."""
+"""Growth that is none: a share of the memory, and numbers of descriptors and threads; of threads, at most half as many
+as there were kills."""
 
 
 def faults_of_answers(tally: Tally, *, exact: bool) -> list[str]:
@@ -83,7 +84,7 @@ def faults_of_series(series: Sequence[Footprint]) -> list[str]:
     for name, noise in _NOISE.items():
         values = [float(getattr(each, name)) for each in series]
         line = trend(values)
-        limit = noise * values[0] if name == "resident" and values else noise
+        limit = noise * values[0] if name == "resident" and values else min(noise, len(values) / 2)
         # A line through one step is steeper than the step.
         if line is not None and line.low > 0 and min(line.growth, max(values) - values[0]) > limit:
             faults.append(f"{name} of the API process grew from {values[0]:.0f} to {values[-1]:.0f}")
