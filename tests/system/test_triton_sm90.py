@@ -23,6 +23,8 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test` insta
 from kernels_sm90 import Line, kernel_of, read_table
 from triton_compiler import Figures
 
+from attention.linear.triton_plan import _SHARED_MEMORY
+
 OTHER = "UBATCH_TRITON_36"
 SAMPLED, SHARES = 60, 24
 """`make test` compiles every 60th, and `make test-slow` all, in shares of which none takes minutes."""
@@ -168,6 +170,16 @@ def test_every_tile_fits_an_sm() -> None:
             assert figures.shared <= SHARED_MEMORY, name
             assert per_sm * (figures.shared + RESERVED) <= SHARED_MEMORY_OF_SM, name
             assert per_sm * threads * figures.registers <= REGISTERS, name
+
+
+def test_chunks_of_linear_attention_fit_where_they_are_taken() -> None:
+    found = [
+        figures.shared
+        for name, line in TABLE.items()
+        if "_scan_kernel bf16 by 64" in name
+        for figures in figures_of(line).values()
+    ]
+    assert max(found) <= _SHARED_MEMORY <= SHARED_MEMORY
 
 
 def test_no_default_spills() -> None:
