@@ -113,6 +113,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench abuse examples/models/tiny-moe --json $(RESULTS)/abuse.json
 	$(BIN)/ubatch bench fairness examples/models/tiny-moe --json $(RESULTS)/fairness.json
 	$(BIN)/ubatch bench faults examples/models/tiny-chat --only kill others poison limit pause nodes --kills 50 --json $(RESULTS)/faults.json
+	$(BIN)/ubatch bench faults examples/models/tiny-chat --only soak --minutes 20 --every-s 60 --json $(RESULTS)/faults-soak.json
 	$(BIN)/ubatch bench faults examples/models/tiny-chat --only cost --blocks 20 --json $(RESULTS)/faults-cost.json
 	$(BIN)/ubatch bench structured --json $(RESULTS)/structured.json
 	$(BIN)/ubatch bench eplb --json $(RESULTS)/eplb.json
