@@ -14,7 +14,7 @@ from repository import TINY_MOE
 
 from model_runner import SamplingParams
 from model_runner.sampling.draws import uniform
-from serving.workbench.bench.faults import Options, judge, run
+from serving.workbench.bench.faults import Options, run
 from serving.workbench.bench.faults.answers import Answer, Asked, Choice
 from serving.workbench.bench.faults.asked import KINDS, make_requests, with_stops
 from serving.workbench.bench.faults.compare import (
@@ -233,10 +233,7 @@ def test_a_trend_has_an_interval() -> None:
         ([200] * 20, [8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 11, 11, 11, 11, 11, 11, 12, 12, 12, 12], ()),  # a pool's
     ],
 )
-def test_what_grows_is_a_fault(
-    resident: list[int], threads: list[int], grown: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(judge._NOISE, "threads", 6.0)  # as with two cores
+def test_what_grows_is_a_fault(resident: list[int], threads: list[int], grown: tuple[str, ...]) -> None:
     series = [Footprint(mb * 10**6, 30, number) for mb, number in zip(resident, threads, strict=True)]
     assert tuple(fault.split()[0] for fault in faults_of_series(series)) == grown
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,9 @@ from serving.workbench.bench.faults.referee import Tally
 from serving.workbench.bench.faults.setting import MOST_EXCUSED
 from serving.workbench.bench.faults.victims import Ended, Footprint, by_reason
 
-_POOL = min(32, (os.cpu_count() or 1) + 4)
-"""Most threads of an event loop's executor, which starts one when none is idle, and keeps it."""
-_NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": float(_POOL)}
-"""Growth that is none: a share of the memory, and numbers of descriptors and threads; of threads, at most half as many
-as there were kills."""
+_NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": 32.0}
+"""Growth that is none: a share of the memory, and numbers of descriptors and threads. An event loop's executor starts a
+thread when none is idle, and keeps it, up to 32; of threads, at most half as many as there were kills."""
 
 
 def faults_of_answers(tally: Tally, *, exact: bool) -> list[str]:
