@@ -94,10 +94,11 @@ ROWS: Mapping[str, str] = {
         "{killed[excused]} that differ where rounding decides"
     ),
     "a kill a minute": (
-        "{faults-soak[soak][kills]} kills: {faults-soak[soak][answers][lost]} of {faults-soak[soak][answers][requests]} "
-        "answers lost, {faults-soak[soak][answers][wrong]} with another text; {faults-soak[soak][series][0][threads]} "
-        "threads of the API process at first, {faults-soak[soak][series][19][threads]} at last; "
-        "{faults-soak[soak][series][0][descriptors]} descriptors, {faults-soak[soak][series][19][descriptors]}"
+        "{faults-soak[soak][kills]} kills: {faults-soak[soak][answers][lost]} of "
+        "{faults-soak[soak][answers][requests]} answers lost, {faults-soak[soak][answers][wrong]} with another text; "
+        "{faults-soak[soak][series][0][threads]} threads of the API process at first, "
+        "{faults-soak[soak][series][19][threads]} at last; {faults-soak[soak][series][0][descriptors]} descriptors, "
+        "{faults-soak[soak][series][19][descriptors]}"
     ),
     "a stream's pause": "{killed[pause_s]:.2f} s, {faults[pause][ratio]:.2f} of the {killed[start_s]:.1f} s of a start",
     "a request that kills": "it alone ends, in {killed[poisoned]} ways; {killed[others]} others have their texts",
