@@ -62,11 +62,11 @@ def test_what_the_scheduler_has_planned_enters_the_lanes(monkeypatch: pytest.Mon
 
 
 def calls_of_a_step(group: CommGroup | None = None) -> Counter[str]:
-    calls = Counter[str]()
-    counting = False
+    """Of three steps, those of the one with the fewest: in a step, other threads' ticks may fall."""
+    calls: Counter[str] | None = None
 
     def count(frame: FrameType, event: str, argument: object) -> None:
-        if counting and event == "call" and frame.f_code.co_filename.startswith(PACKAGES):
+        if calls is not None and event == "call" and frame.f_code.co_filename.startswith(PACKAGES):
             calls[frame.f_code.co_qualname] += 1
 
     outer: Callable[..., Any] | None = sys.getprofile()
@@ -76,15 +76,18 @@ def calls_of_a_step(group: CommGroup | None = None) -> Counter[str]:
         with overlapping_core(group) as core:
             for _ in range(12):
                 core.step()
-            counting = True
-            core.step()
-            counting = False
+            found = []
+            for _ in range(3):
+                calls = Counter()
+                core.step()
+                found.append(calls)
+                calls = None
             assert core.statistics().steps["decode/engaged"] >= 11
             core.drain()
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
         sys.setprofile(outer)
-    return calls
+    return min(found, key=Counter.total)
 
 
 @needs_c
