@@ -197,6 +197,7 @@ class ModelRunner(StepRunner):
         """Make a KV cache and everything that holds its addresses; a previous cache is closed."""
         own = self.settings
         if hasattr(self, "kv_cache"):
+            self.streams.close()
             self._close_cache()
             gc.collect()  # reference cycles may hold tensors
         self.kv_cache = make_kv_cache(spec, num_blocks, self.device)
@@ -218,8 +219,7 @@ class ModelRunner(StepRunner):
             self.proposer = DraftProposer(self, self.draft, own.draft.shape)
 
     def _close_cache(self) -> None:
-        """Drop the KV cache and everything that holds its addresses, to free its memory."""
-        self.streams.close()
+        """Drop the KV cache and everything that holds its addresses, to free its memory; the streams are closed."""
         for steps in self.captured_steps:
             steps.drop()
         self._beside.clear()

@@ -24,7 +24,7 @@ _BLOCK, _LOG_BLOCK = constant(16), constant(4)
 _GRAIN = constant(2048)
 _LEAST = constant(-128)  # whose exponential is 0
 _KEYS, _NUM_STAGES = 32, 2  # elements of keys at once: three products of TF32 of more would spill registers
-_SMALLEST = 16  # side of a tile in a product
+SMALLEST = 16  # side of a tile in a product
 
 Prepared = tuple[Tensor, Tensor, Tensor]
 """Per chunk and head: the inverse with columns times beta, `[C, C]`; what queries read of the chunk's values, `[C, C]`;
@@ -169,7 +169,7 @@ def prepare_chunks(
         DIM=shape.conv_dim,
         CHUNK=chunk,
         LEVELS=chunk.bit_length() - 1,
-        KEYS=min(power_of_2(shape.k_dim, _SMALLEST), _KEYS),
+        KEYS=min(power_of_2(shape.k_dim, SMALLEST), _KEYS),
         PRECISION=precision(mixed.dtype),
         UPCAST=INTERPRETED,
         num_warps=num_warps,

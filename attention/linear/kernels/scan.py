@@ -15,12 +15,10 @@ from dataclasses import dataclass
 import triton.language as tl
 from torch import Tensor
 
-from attention.linear.kernels.prepare import precision, prepare_chunks, product
+from attention.linear.kernels.prepare import SMALLEST, precision, prepare_chunks, product
 from attention.linear.kernels.records import first_chunk, read_record
 from attention.linear.states import GatedDeltaShape
 from ubatch.kernels.triton_jit import INTERPRETED, cdiv, jit, power_of_2
-
-_SMALLEST = 16  # side of a tile in a product
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def scan_chunks(
         V_DIM=shape.v_dim,
         CHUNK=chunk,
         WRITE=write,
-        KEYS=power_of_2(shape.k_dim, _SMALLEST),
+        KEYS=power_of_2(shape.k_dim, SMALLEST),
         COLUMNS=choice.columns,
         PRECISION=precision(mixed.dtype),
         UPCAST=INTERPRETED,

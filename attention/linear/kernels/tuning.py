@@ -9,6 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from attention.linear.kernels.prepare import SMALLEST
 from attention.linear.kernels.scan import ScanChoice, scan_chunks
 from attention.linear.plan import CHUNK
 from attention.linear.states import GatedDeltaShape
@@ -26,7 +27,7 @@ def scan_choices(shape: GatedDeltaShape, dtype: torch.dtype) -> tuple[ScanChoice
     None of bfloat16 has one stage: by Triton 3.6, chunks of 64 then gave wrong numbers or illegal memory accesses on an
     H200, with 16 and with 32 columns.
     """
-    most = power_of_2(shape.v_dim, 16)
+    most = power_of_2(shape.v_dim, SMALLEST)
     if INTERPRETED:
         return (ScanChoice(most, 4, 1),)
     if dtype != torch.bfloat16:

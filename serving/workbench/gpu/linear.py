@@ -44,8 +44,6 @@ def _layer(bench: Bench, shape: GatedDeltaShape, number: int, length: int) -> Ca
     metadata = replace(scattered_metadata(number, length, length, _PAGE, device), state_slots=tuple(range(number)))
     plan: Any = UBatchAttention(full, cache, "torch", states=states).plan(metadata)
     qkv, conv = bench.randn(tokens, shape.conv_dim), bench.randn(shape.conv_kernel, shape.conv_dim).float()
-    g, beta = (
-        -torch.rand(tokens, shape.num_v_heads, device=device),
-        torch.rand(tokens, shape.num_v_heads, device=device),
-    )
+    decay, beta = torch.rand(2, tokens, shape.num_v_heads, device=device)
+    g = -decay
     return lambda: plan.linear.forward(qkv, g, beta, conv, 0)

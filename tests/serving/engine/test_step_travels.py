@@ -62,7 +62,8 @@ def test_what_the_scheduler_has_planned_enters_the_lanes(monkeypatch: pytest.Mon
 
 
 def calls_of_a_step(group: CommGroup | None = None) -> Counter[str]:
-    """Of three steps, those of the one with the fewest: in a step, other threads' ticks may fall."""
+    """Of three steps, those of the one with the fewest: a step in which requests get KV blocks, or which is traced, has
+    more, and so has one in which another rank is late."""
     calls: Counter[str] | None = None
 
     def count(frame: FrameType, event: str, argument: object) -> None:
