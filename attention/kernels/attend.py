@@ -17,10 +17,10 @@ from torch import Tensor
 
 from attention.kernels.tile import (
     BATCH_ARGUMENTS,
-    KernelConstants,
     PagedLayer,
     TileSize,
     attend_keys,
+    kernel_constants,
     store_rows,
 )
 from ubatch.kernels import rows_contiguous
@@ -178,7 +178,7 @@ def launch_attention(
         q_stride_head=q.stride(1),
         **where.arguments(),
         num_splits=num_splits,
-        C=KernelConstants(where.shape, size, spec.block_size, spec.fp8, max_queries),
+        C=kernel_constants(where.shape, size, spec.block_size, spec.fp8, max_queries),
         num_warps=size.num_warps,
         num_stages=size.num_stages,
     )

@@ -13,6 +13,7 @@ Source: FlashAttention-2 (Dao, 2023); paged keys: PagedAttention (Kwon et al., 2
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -129,9 +130,11 @@ class TileSize:
         return self.rows // shape.group_size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelConstants:
     """All that the attention kernel is compiled for, in one argument. Triton reads its attributes when it compiles.
+
+    `kernel_constants` makes one for the same values only once, so that launches compare it by identity.
 
     Attributes:
         page: tokens of a block.
@@ -161,6 +164,9 @@ class KernelConstants:
     def value_dims(self) -> int:
         """Elements of a value head, padded to a power of two."""
         return power_of_2(self.shape.value_dim, 16)
+
+
+kernel_constants = cache(KernelConstants)
 
 
 @dataclass(frozen=True)

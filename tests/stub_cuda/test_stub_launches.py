@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from stub_cuda.build import FIGURES
+from stub_cuda.compare import compare_launches
 from stub_cuda.counts import counted, launches, of
 
 from moe import All2All, make_all2all
@@ -21,6 +24,8 @@ from moe.all2all.host_loopback import HostLoopbackAll2All
 from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import QWEN3_30B_A3B, Model, Step
 from ubatch import set_forward_context
+from ubatch.kernels import quick_launch
+from ubatch.kernels.direct_launch import direct_launch
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,18 @@ FEW, MANY = 2, 6
 BATCH, TOKENS, RUNS = 64, 1024, 10
 
 
+MOST_ADDS = 4
+"""Of torch's, in whose time a kernel is launched."""
+
+
+def note(name: str, figures: Any) -> None:
+    """For the file of results."""
+    if FIGURES in os.environ:
+        file = Path(os.environ[FIGURES])
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.write_text(json.dumps({**known, name: figures}), encoding="utf-8")
+
+
 @pytest.mark.timeout(300)  # kernels are compiled
 @pytest.mark.parametrize("name", ARMS)
 @torch.inference_mode()
@@ -53,13 +70,70 @@ def test_a_layer_launches_no_more_than_the_table_says(name: str) -> None:
     total = launches(Counter(per_layer))
     host_us = round((many_us - few_us) / (MANY - FEW))
     print(f"{name}: {total:g} launches per layer, {host_us} us of processor time")
-    if FIGURES in os.environ:
-        file = Path(os.environ[FIGURES])
-        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        known[name] = {"launches": total, "at most": arm.at_most, "processor_us": host_us}
-        file.write_text(json.dumps(known), encoding="utf-8")
+    note(name, {"launches": total, "at most": arm.at_most, "processor_us": host_us})
     assert not of(many, "module load", "malloc", "wait", "refused"), "warm, it only launches"
     assert total <= arm.at_most, "\n".join(f"{number:6.2f} {what}" for what, number in sorted(per_layer.items()))
+
+
+@torch.inference_mode()
+def test_a_launch_takes_the_host_no_longer_than_a_few_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kernel of a step; an add of torch's in place follows every launch, so both are as cold as in a step."""
+    forget_launches(monkeypatch)
+    x, original = torch.ones(64, device="cuda"), quick_launch.QuickFunction.__getitem__
+    adds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def timed(self: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter_ns()
+            result = original(self, grid)(*args, **kwargs)
+            launched = time.perf_counter_ns()
+            x.add_(x)
+            adds[self.__name__].append((launched - begun) / (time.perf_counter_ns() - launched))
+            return result
+
+        return launch
+
+    bench = Bench(torch.device("cuda", 0), blocks=1)
+    transport = ARMS["whole, local"].transport(QWEN3_30B_A3B.num_experts)
+    model = Model.random(bench, replace(QWEN3_30B_A3B, num_hidden_layers=MANY), transport)
+    step = Step(bench, model, BATCH, 1, TOKENS, static=True)
+    for _ in range(3):
+        step.run(model.module, step.whole)
+    monkeypatch.setattr(quick_launch.QuickFunction, "__getitem__", timed)
+    rounds = []
+    for _ in range(3):
+        adds.clear()
+        for _ in range(RUNS):
+            step.run(model.module, step.whole)
+        rounds.append({name: round(statistics.median(each), 2) for name, each in sorted(adds.items())})
+    found = min(rounds, key=lambda each: max(each.values()))  # something else may run beside one
+    print(f"host time of launches, in adds: {found}")
+    note("adds per launch", found)
+    assert len(found) > 5
+    assert max(found.values()) <= MOST_ADDS
+
+
+def test_every_launch_passes_what_tritons_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte, in three steps: those of one size have their memory, and so their tensor maps, in common."""
+    forget_launches(monkeypatch)
+    compared = compare_launches(every=True)
+    bench = Bench(torch.device("cuda", 0), blocks=1)
+    model = Model.random(bench, replace(QWEN3_30B_A3B, num_hidden_layers=FEW), ARMS["whole, local"].transport(128))
+    with torch.inference_mode():
+        for queries in (1, 16):
+            step = Step(bench, model, BATCH, queries, TOKENS, static=queries == 1)
+            for _ in range(3):
+                step.run(model.module, step.whole)
+    assert {"_grouped_gemm_kernel", "_attention_kernel"} <= compared.keys()
+    assert min(compared.values()) >= 2
+
+
+def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find launches anew, and do not compare them as the sections of the stub do."""
+    monkeypatch.setattr(quick_launch, "direct_launch", direct_launch)
+    for each in gc.get_objects():
+        if type(each) is quick_launch.QuickFunction:  # `isinstance` would wake what warns that it is deprecated
+            each._kept.clear()
 
 
 def measured(arm: Arm, layers: int) -> tuple[Counter[str], float]:

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ubatch.kernels.quick_launch import QuickFunction
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TILED = {"_attention_kernel", "_latent_split_kernel", "_scan_kernel", "_grouped_gemm_kernel", "_fp8_linear_kernel"}
@@ -136,7 +137,7 @@ class Launches:
         """
         triton.runtime.driver.set_active(Nobody(capability))
         torch.randn = lambda *size, generator=None, **options: torch.zeros(*size, **options)
-        JITFunction.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: self._add(kernel, grid, args, kwargs)
+        QuickFunction.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: self._add(kernel, grid, args, kwargs)
 
     @contextmanager
     def named(self, label: Label) -> Iterator[None]:

@@ -24,7 +24,7 @@ FLOORS = ["ubatch", "moe", "attention", "model_runner", "serving"]
 # Read only where a configuration file is given.
 LAZY = {("ubatch/process/yaml_file.py", "yaml")}
 # What the kernels of the floors above share.
-TRITON = [ROOT / "ubatch" / "kernels" / name for name in ("triton_jit.py", "quick_launch.py")]
+TRITON = [ROOT / "ubatch" / "kernels" / name for name in ("triton_jit.py", "quick_launch.py", "direct_launch.py")]
 
 
 def imported(path: Path) -> Iterator[tuple[str, bool]]:

@@ -312,7 +312,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     else:
         from ubatch.kernels.quick_launch import QuickFunction as Launcher
 
-        method = "run"
+        method = "__getitem__"
     names: set[str] = set()
     launch = getattr(Launcher, method)
 

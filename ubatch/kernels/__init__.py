@@ -4,7 +4,8 @@ c_jit         compiles C for this CPU
 recording     calls of kernels in C, to be made again without the Python between them
 sums          additions and conversions of whole tensors
 tensors       what kernels ask of their tensors
-quick_launch  launches of Triton's kernels, found by a short key
+direct_launch launches of Triton's kernels, without Triton's launcher
+quick_launch  which of them, found by a short key
 triton_jit    Triton's `jit`, typed, and its interpreter
 autotuner     measures which way to run a kernel is fastest, and remembers it in a file
 candidates    the same for back ends, and for ways of computing on a CPU

@@ -39,7 +39,7 @@ from ubatch.ranks.long_calls import taking_long
 
 CACHE_VARIABLE = "UBATCH_C_CACHE"
 OFF_VARIABLE = "UBATCH_C_KERNELS"
-"""Environment variable; `0` switches C kernels off, so that torch is used."""
+"""Environment variable; `0` switches C off, so that torch is used, and Triton's own launcher."""
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS_X86 = ("-mprefer-vector-width=512",)
 _VECTORS = Path(__file__).with_name("c_vectors.h")
@@ -55,14 +55,15 @@ void ubatch_probe(float *x, long n) {
 }
 """
 
-_loaded: dict[str, ctypes.CDLL | ConfigError] = {}
+_loaded: dict[tuple[str, Path | None], ctypes.CDLL | ConfigError] = {}
 
 
-def compile_c(source: str, **defines: int) -> ctypes.CDLL:
+def compile_c(source: str, include: Path | None = None, /, **defines: int) -> ctypes.CDLL:
     """A library from C source, compiled at most once per machine; its functions have no types yet.
 
     Args:
         source: C code, appended to `c_vectors.h`.
+        include: another folder with headers.
         defines: constants, defined before both.
 
     Raises:
@@ -71,13 +72,13 @@ def compile_c(source: str, **defines: int) -> ctypes.CDLL:
     """
     constants = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     source = f"{constants}{_VECTORS.read_text(encoding='utf-8')}{source}"
-    known = _loaded.get(source)
+    known = _loaded.get((source, include))
     if known is None:
         try:
-            known = _load(source)
+            known = _load(source, include)
         except ConfigError as error:
             known = error
-        _loaded[source] = known
+        _loaded[source, include] = known
     if isinstance(known, ConfigError):
         raise known
     return known
@@ -123,13 +124,14 @@ def why_not_c() -> str | None:
     return None
 
 
-def _load(source: str) -> ctypes.CDLL:
+def _load(source: str, include: Path | None) -> ctypes.CDLL:
     if os.environ.get(OFF_VARIABLE) == "0":
         raise ConfigError(f"kernels in C are switched off: {OFF_VARIABLE}=0.")
     if os.name != "posix":
         raise ConfigError(f"kernels in C are compiled and loaded on POSIX systems, not on {os.name!r}.")
     compiler = _compiler()
     flags = (*_FLAGS, *(_FLAGS_X86 if platform.machine() in ("x86_64", "AMD64") else ()))
+    flags += () if include is None else (f"-I{include}",)
     key = hashlib.sha256("\0".join((source, *flags, *compiler, _version(compiler), _processor())).encode()).hexdigest()
     path = _folder() / f"{key[:32]}.so"
     if not _is_whole(path):

@@ -1,7 +1,8 @@
 """Launches of compiled Triton kernels, found by a short key.
 
 Triton's own launch looks at every argument, writes the options as text, and prepares what profilers are told: ten times
-the time of the launch itself. Here the first launch with arguments of a kind is Triton's, and what it compiled is kept:
+the time of the launch itself. Here the first launch with arguments of a kind is Triton's, and what it compiled is kept,
+to be launched as `direct_launch` says. A function in C (`find.c`) finds it:
 
     a constant      (`tl.constexpr`, or an option such as `num_warps`) counts by its value
     a tensor        by its dtype, and by whether its address is a multiple of 16; on a GPU the address is passed
@@ -10,11 +11,13 @@ the time of the launch itself. Here the first launch with arguments of a kind is
     the rest        None, by being None; other numbers, by their type
 
 That is what Triton compiles by. A constant of a kernel always has the same type, so that equal ones mean the same.
-While a profiler or another hook listens, or Triton is asked to debug, every launch is Triton's. Launches that are found
-do not notice that a global constant was changed, which Triton's refuse.
+While a profiler or another hook listens, or Triton is asked to debug, every launch is Triton's; so is one that the
+driver refuses, or whose arguments are of no kind above, for Triton's error. Launches that are found do not notice that
+a global constant was changed, which Triton's refuse. Where C cannot be compiled, all launches are Triton's.
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +26,11 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_WORD, _LONG = 1 << 31, 1 << 63
-_ONE, _WHOLE, _ODD = "1", "multiple of 16", "other"
-_PLAIN = (bool, float)
+from ubatch.kernels.direct_launch import Launch, direct_launch, launch_library
+
+_OPTIONS = ("num_warps", "num_stages")
+_HOOKS = ("launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook")
+_MISSING = object()
 
 
 class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
@@ -38,79 +43,54 @@ class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
 
     def __init__(self, function: Callable[..., Any], unspecialized: Collection[str]) -> None:
         super().__init__(function, do_not_specialize=list(unspecialized))
-        self._kept: dict[Any, tuple[Any, Callable[..., None], Any, Any]] = {}
-        self._bind = _binder(self.params)
+        self._kept: dict[Any, tuple[Any, Launch | None]] = {}
+        self._find: Callable[..., Any] | None = None
 
-    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        """See `JITFunction.run`."""
-        runtime = knobs.runtime
-        if warmup or callable(grid) or runtime.debug or self.pre_run_hooks or _listens(runtime):
-            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
-        kinds, values = self._bind(*args, **kwargs)
-        device = driver.active.get_current_device()
-        found = self._kept.get((device, kinds))
-        if found is None:
-            kernel = super().run(*args, grid=grid, warmup=False, **kwargs)
-            if kernel is not None:
-                self._kept[device, kinds] = kernel, kernel.run, kernel.function, kernel.packed_metadata
-            return kernel
-        kernel, launch, function, metadata = found
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(device)
-        launch(x, y, z, stream, function, metadata, None, None, None, *values)
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        """See `JITFunction`."""
+        if self._find is None:
+            self._find = self._finder() or self._by_triton
+        return partial(self._find, grid)
+
+    def _finder(self) -> Callable[..., Any] | None:
+        """`find` of `find.c`; None if C cannot be compiled here."""
+        make = launch_library("find", "finder")
+        if make is None:
+            return None
+        defaults = (*(param.default if param.has_default else _MISSING for param in self.params), None, None)
+        flags = ("c" if param.is_constexpr else "u" if param.do_not_specialize else "s" for param in self.params)
+        return make(
+            (
+                *(torch.Tensor, TensorDescriptor),
+                *(_device, _stream),
+                *((*(param.name for param in self.params), *_OPTIONS), defaults, _MISSING),
+                *(self._kept, knobs.runtime, tuple(hook for hook in _HOOKS if hasattr(knobs.runtime, hook))),
+                *(self.pre_run_hooks, self._by_triton_keeping, _launch_again),
+                "".join(flags).encode(),
+            )
+        )
+
+    def _by_triton(self, grid: Any, *args: Any, **options: Any) -> Any:
+        return self.run(*args, grid=grid, warmup=False, **options)
+
+    def _by_triton_keeping(self, kinds: Any, grid: Any, *args: Any, **options: Any) -> Any:
+        """Let Triton launch, and keep what it compiled for arguments of these kinds; None is no kinds."""
+        kernel = self._by_triton(grid, *args, **options)
+        if kernel is not None and kinds is not None and not callable(grid):
+            self._kept[kinds] = kernel, direct_launch(kernel)
         return kernel
 
 
-def _listens(runtime: Any) -> bool:
-    """Whether a hook waits for launches or compilations: a chain of functions, or one function."""
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook, getattr(runtime, "add_stages_inspection_hook", None))
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+def _device() -> int:
+    return driver.active.get_current_device()  # type: ignore[no-any-return]
 
 
-def _binder(params: Any) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """A function with the kernel's arguments, and options, that returns their kinds and the arguments in order.
-
-    Its code is written for the kernel: a loop over the arguments would take as long as what it is to replace. Of a
-    tensor on a GPU the address alone is launched, as Triton would ask the driver about the tensor.
-    """
-    heads = [param.name if not param.has_default else f"{param.name}=_defaults[{param.num}]" for param in params]
-    lines, kinds, values = [], [], []
-    for param in params:
-        name, place = param.name, param.num
-        if param.is_constexpr:
-            kinds.append(name)
-            values.append(name)
-            continue
-        kinds.append(f"kind_{place}")
-        values.append(f"value_{place}")
-        by_address = not param.do_not_specialize
-        lines += [
-            f" if isinstance({name}, _Tensor):",
-            f"  kind_{place}, value_{place} = {name}.dtype, {name}.data_ptr()",
-            f"  if value_{place} % 16: kind_{place} = kind_{place}, False" if by_address else "",
-            f"  if not {name}.is_cuda: value_{place} = {name}",
-            " else:",
-            f"  kind_{place}, value_{place} = _kind({name}, {by_address}), {name}",
-        ]
-    each_kind, each_value = (", ".join([*of, ""]) for of in (kinds, values))
-    head = f"def bind({', '.join([*heads, 'num_warps=None', 'num_stages=None', '**options'])}):"
-    last = f" return ({each_kind}num_warps, num_stages, *options.items()), ({each_value})"
-    scope = {"_Tensor": torch.Tensor, "_kind": _kind, "_defaults": [param.default for param in params]}
-    exec("\n".join([head, *filter(None, lines), last]), scope)
-    return scope["bind"]  # type: ignore[return-value]
+def _stream(device: int) -> int:
+    return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
 
 
-def _kind(value: Any, specialized: bool) -> Any:
-    """The kind of an argument that is no tensor; see this module."""
-    if type(value) is not int:
-        if value is None or isinstance(value, _PLAIN):
-            return type(value)
-        if isinstance(value, TensorDescriptor):
-            return value.base.dtype, tuple(value.block_shape), value.padding
-        if not isinstance(value, int):
-            raise TypeError(
-                f"a kernel's argument is a tensor, a number, a descriptor or None, not {type(value).__name__}."
-            )
-    if -_WORD <= value < _WORD:
-        return specialized and (_ONE if value == 1 else _WHOLE if value % 16 == 0 else _ODD)
-    return value < _LONG, specialized and value % 16 == 0
+def _launch_again(kernel: Any, grid: tuple[int, ...], stream: int, values: tuple[Any, ...]) -> Any:
+    """By Triton's launcher."""
+    x, y, z = (*grid, 1, 1)[:3]
+    kernel.run(x, y, z, stream, kernel.function, kernel.packed_metadata, None, None, None, *values)
+    return kernel

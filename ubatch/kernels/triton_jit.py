@@ -98,7 +98,9 @@ def descriptor(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor | No
     size = x.element_size()
     if not x.numel() or x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) * size % 16 or block[1] * size < 16:
         return None
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+    made: TensorDescriptor = object.__new__(TensorDescriptor)  # what it would check at every launch is known
+    made.base, made.shape, made.strides, made.block_shape = x, list(x.shape), list(x.stride()), list(block)
+    return made
 
 
 @cache

@@ -3,6 +3,8 @@
 A pytest plugin (`-p stub_cuda.mute`). As a program, `python -m stub_cuda.mute MODULE ARGUMENTS...`, it runs a module
 as `python -m` does, muted. Both write what the stub counted into the file that STUB_CUDA_COUNTS names, in JSON.
 
+The first launch of every kernel is compared with Triton's; see `stub_cuda.compare`.
+
 What a kernel should have written is whatever its memory held before. So tests pass or fail here for what they launch,
 copy, capture and wait for, never for what they compute.
 """
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from stub_cuda.build import COUNTS
+from stub_cuda.compare import compare_launches
 from stub_cuda.counts import counts, summary
 from torch import Tensor
 
@@ -116,6 +119,7 @@ def _write_counts() -> None:
 
 def pytest_configure() -> None:
     mute()
+    compare_launches()
 
 
 def pytest_sessionfinish() -> None:
@@ -142,6 +146,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def main(arguments: list[str]) -> None:
     """Run a module of the benchmarks; its exit status is kept."""
     mute()
+    compare_launches()
     _mute_benchmarks()
     sys.argv = arguments
     try:

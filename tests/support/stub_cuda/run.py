@@ -148,11 +148,13 @@ def _results(sections: dict[str, Any]) -> dict[str, Any]:
     from serving.workbench.bench.provenance import KEY, stamp
 
     per_layer = sections.get(OWN, {}).pop("launches per layer", {})
+    adds = per_layer.pop("adds per launch", {})
     versions = {name: version(name) for name in ("torch", "triton")} | {"python": sys.version.split()[0]}
     return {
         KEY: {**stamp(SOURCES), "command": "make test-stub"},
         "versions": versions,
         "launches per layer": per_layer,
+        "adds per launch": adds,
         "sections": sections,
     }
 

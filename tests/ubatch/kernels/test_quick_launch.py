@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
 
 import triton.language as tl  # noqa: E402
+from triton import knobs  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
@@ -34,6 +37,8 @@ class Recorder:
         active = SimpleNamespace(get_current_device=lambda: self.device, get_current_stream=lambda _: "stream")
         monkeypatch.setattr(quick_launch, "driver", SimpleNamespace(active=active))
         monkeypatch.setattr(JITFunction, "run", self._compile)
+        self.direct: Callable[..., int] | None = None
+        monkeypatch.setattr(quick_launch, "direct_launch", lambda _: self.direct)
         self.function = QuickFunction(kernel, ["most"])
 
     def _compile(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -64,6 +69,19 @@ def test_the_second_launch_passes_all_arguments_in_order(recorder: Recorder) -> 
     assert not recorder.launch(torch.nn.Parameter(x), None, 48, 2**20 + 1, 0.5, N=4, num_warps=8)
     fixed = (2, 3, 1, "stream", "function", "metadata", None, None, None)
     assert recorder.launched[0] == (*fixed, other, None, 48, 6, 0.25, 4)
+
+
+@pytest.mark.parametrize("status", [0, 700])
+def test_launches_are_direct_unless_they_fail(recorder: Recorder, status: int) -> None:
+    """Then Triton's launch says what is wrong."""
+    passed: list[tuple[Any, ...]] = []
+    recorder.direct = lambda *values: passed.append(values) or status  # type: ignore[func-returns-value]
+    given = (MEMORY, None, 32, 5, 0.5, 4)
+    assert recorder.launch(*given)
+    assert not passed
+    assert not recorder.launch(*given)
+    assert passed == [(2, 3, 1, "stream", *given)]
+    assert len(recorder.launched) == (status != 0)
 
 
 class OnGPU(torch.Tensor):
@@ -126,13 +144,94 @@ def test_devices_are_apart(recorder: Recorder) -> None:
 def test_a_profiler_sees_every_launch(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     given = (MEMORY, None, 32, 5, 0.5, 4)
     recorder.launch(*given)
-    runtime = SimpleNamespace(debug=False, launch_enter_hook=print, launch_exit_hook=None)
-    monkeypatch.setattr(quick_launch, "knobs", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", print)
     assert recorder.launch(*given)
-    runtime.launch_enter_hook = SimpleNamespace(calls=[])
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    assert recorder.launch(*given)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[]))
+    assert not recorder.launch(*given)
+    recorder.function.add_pre_run_hook(print)
+    assert recorder.launch(*given)
+
+
+def test_what_is_compiled_for_a_debugger_is_not_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (MEMORY, None, 32, 5, 0.5, 4)
+    monkeypatch.setattr(knobs.runtime, "debug", True)
+    assert recorder.launch(*given)
+    monkeypatch.setattr(knobs.runtime, "debug", False)
+    assert recorder.launch(*given)
     assert not recorder.launch(*given)
 
 
-def test_other_arguments_are_refused(recorder: Recorder) -> None:
-    with pytest.raises(TypeError, match="not dict"):
-        recorder.launch({}, None, 32, 5, 0.5, 4)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"x": {}},
+        {"other": 5},
+        {"num_ctas": 2},
+        {"N": None},
+    ],
+    ids=str,
+)
+def test_what_it_does_not_know_is_for_triton(recorder: Recorder, given: dict[str, Any]) -> None:
+    """Which refuses it, or launches it as always."""
+    known = {"x": MEMORY, "scales": None, "size": 32, "most": 5, "factor": 0.5, "N": 4}
+    arguments = {name: value for name, value in {**known, **given}.items() if value is not None or name == "scales"}
+    assert recorder.launch(**arguments)
+    assert recorder.launch(**arguments)
+
+
+def test_an_argument_that_is_given_twice_is_for_triton(recorder: Recorder) -> None:
+    for _ in range(2):
+        assert recorder.launch(MEMORY, None, 32, 5, 0.5, 4, x=MEMORY)
+
+
+def test_keywords_may_come_in_any_order(recorder: Recorder) -> None:
+    given = {"x": MEMORY, "scales": None, "size": 32, "most": 5, "factor": 0.5, "N": 4, "num_warps": 8}
+    assert recorder.launch(**given)
+    assert not recorder.launch(**dict(reversed(given.items())))
+    assert not recorder.launch(MEMORY, None, **dict(list(given.items())[2:]))
+    assert [each[-6:] for each in recorder.launched] == [(MEMORY, None, 32, 5, 0.5, 4)] * 2
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_default(x: tl.tensor, size: tl.tensor = 32, N: tl.constexpr = 4) -> None:
+        pass
+
+    recorder = Recorder(monkeypatch)
+    recorder.function = QuickFunction(with_default, [])
+    assert recorder.launch(MEMORY)
+    assert not recorder.launch(MEMORY, 32, N=4)
+    assert recorder.launch(MEMORY, N=8)
+    assert recorder.launched[0][-3:] == (MEMORY, 32, 4)
+
+
+def test_launches_do_not_keep_their_arguments(recorder: Recorder) -> None:
+    x = torch.zeros(64)
+    before = sys.getrefcount(x)
+    for _ in range(10):
+        recorder.launch(x, None, 32, 5, 0.5, N=4, num_warps=8)
+    recorder.launched.clear()
+    recorder.compiled.clear()
+    assert sys.getrefcount(x) == before
+
+
+@pytest.mark.parametrize("fails", ["device", "stream", "launch"])
+def test_errors_reach_the_caller(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no device")
+
+    given = (MEMORY, None, 32, 5, 0.5, 4)
+    recorder.direct = failing if fails == "launch" else None
+    recorder.launch(*given)
+    if fails != "launch":
+        monkeypatch.setattr(quick_launch.driver.active, f"get_current_{fails}", failing)
+    with pytest.raises(RuntimeError, match="no device"):
+        recorder.launch(*given)
+
+
+def test_without_a_compiler_launches_are_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick_launch, "launch_library", lambda *_: None)
+    recorder = Recorder(monkeypatch)
+    for _ in range(2):
+        assert recorder.launch(MEMORY, None, 32, 5, 0.5, 4)

@@ -55,14 +55,10 @@ int attribute(int which) {
 
 struct Function {
     std::string name;
+    std::vector<size_t> parameter_sizes;
 };
 
 CUresult as_driver(cudaError_t error) { return static_cast<CUresult>(error); }  // the same numbers, where it matters
-
-CUresult launch_triton(CUfunction function, CUstream stream) {
-    Locked locked;
-    return as_driver(launch(stream_of(stream), "triton " + reinterpret_cast<Function *>(function)->name));
-}
 
 }  // namespace
 
@@ -153,17 +149,18 @@ EXPORT CUresult cuGetErrorName(CUresult error, const char **text) {
 
 // ------------------------------------------------------------------------------------- driver: modules and functions
 
-EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *) {
+EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     Locked locked;
     count(any_capture() ? "module load during a capture" : "module load");
-    return *module = reinterpret_cast<CUmodule>(1), CUDA_SUCCESS;
+    return *module = reinterpret_cast<CUmodule>(new ParameterSizes(parameter_sizes(image))), CUDA_SUCCESS;
 }
 EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned, CUjit_option *, void **) {
     return cuModuleLoadData(module, image);
 }
 EXPORT CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
-EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule, const char *name) {
-    return *function = reinterpret_cast<CUfunction>(new Function{name}), CUDA_SUCCESS;
+EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+    ParameterSizes &sizes = *reinterpret_cast<ParameterSizes *>(module);
+    return *function = reinterpret_cast<CUfunction>(new Function{name, sizes[name]}), CUDA_SUCCESS;
 }
 EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction) {
     *value = which == CU_FUNC_ATTRIBUTE_NUM_REGS              ? 64
@@ -180,12 +177,20 @@ EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *number, CUfunct
     return *number = 1, CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **, void **) {
-    return launch_triton(function, config->hStream);
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
+    const CUlaunchConfig &c = *config;
+    return cuLaunchKernel(function, c.gridDimX, c.gridDimY, c.gridDimZ, c.blockDimX, c.blockDimY, c.blockDimZ,
+                          c.sharedMemBytes, c.hStream, parameters, extra);
 }
-EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                               unsigned, CUstream stream, void **, void **) {
-    return launch_triton(function, stream);
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                               unsigned block_y, unsigned block_z, unsigned shared, CUstream stream, void **parameters,
+                               void **) {
+    Locked locked;
+    const Function &found = *reinterpret_cast<Function *>(function);
+    const auto number = reinterpret_cast<size_t>(stream);
+    const Shape shape{grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, number};
+    note_launch(found.name, shape, found.parameter_sizes, parameters);
+    return as_driver(launch(stream_of(stream), "triton " + found.name));
 }
 
 // --------------------------------------------------------------------------------------------------- driver: pointers
@@ -200,11 +205,19 @@ EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute, CUdevice
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                                       const cuuint64_t *, const cuuint32_t *, const cuuint32_t *,
-                                       CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                                       CUtensorMapFloatOOBfill) {
+// Not the driver's layout: what the map is made of, one after the other.
+EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                       const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *block,
+                                       const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+                                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
     Locked locked;
     count("tensor map encode");
+    *map = {};
+    cuuint64_t *part = map->opaque;
+    *part++ = reinterpret_cast<cuuint64_t>(address);
+    *part++ = 0;  // Triton clears a bit here
+    *part++ = type | swizzle << 8 | fill << 16;
+    for (cuuint32_t side = 0; side < rank; side++) *part++ = sizes[side] << 16 | block[side];
+    for (cuuint32_t side = 0; side + 1 < rank; side++) *part++ = strides[side];
     return CUDA_SUCCESS;
 }

@@ -10,6 +10,7 @@
 //     capture    which calls a capture refuses; graphs and their launch
 //     launches   kernels of the runtime API, and what runs when something is launched
 //     device     the properties of an H100; the driver API, as Triton uses it
+//     parameters what a launch of Triton's passes, if it is asked for
 //     cublas     cuBLAS and cuBLASLt: products are counted
 //     nccl       NCCL for a group of one: copies
 #pragma once
@@ -17,7 +18,9 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -123,5 +126,15 @@ void add_node(Stream &stream, const std::string &what, std::function<cudaError_t
 
 // Runs `work` now and counts `what`; in a capture adds a node instead, and counts "captured what".
 cudaError_t launch(Stream &stream, const std::string &what, std::function<cudaError_t()> work = {});
+
+// ------------------------------------------------------------------------------------------------- Triton's parameters
+
+using ParameterSizes = std::map<std::string, std::vector<size_t>>;  // of every kernel of a module, in bytes
+using Shape = std::array<size_t, 8>;  // the grid, the block, bytes of shared memory, the stream
+
+ParameterSizes parameter_sizes(const void *image);
+
+// Keeps what a launch passed, if the tests asked for it.
+void note_launch(const std::string &name, const Shape &shape, const std::vector<size_t> &sizes, void **parameters);
 
 }  // namespace stub
