@@ -2,7 +2,9 @@
 
     without   experts in the order of their ids
     with      experts where the planner puts them, for the loads of other batches; they have moved there between steps
-    perfect   as without, but every token's routing is replaced by one that gives all experts equally many tokens
+    perfect   as with, but every token's routing is replaced by one that gives all experts equally many tokens
+
+The last two share a runner: equal runners differ by a percent or two, as their weights lie elsewhere in memory.
 
 A bias on every router's logits makes experts popular by Zipf's law. Which expert is how popular is random in every
 layer, but so that the busiest rank has the load that was asked for.
@@ -21,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from model_runner import ModelRunner
+from model_runner import ModelRunner, Step
 from model_runner.balance import MoveNews
 from moe import EmulatedLink, ExpertLoads, ExpertPlacement, FusedMoEModularKernel, Router
 from moe.balance import EplbConfig, Floats, plan_placement
 from serving.workbench.bench.step_setting import StepOptions, StepSetting, prefill_batch
-from ubatch import CommGroup, UBatchConfig, UBatchError
+from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError
 from ubatch.schedules import SERIAL
 
 WINDOW = 8
@@ -73,6 +75,28 @@ class UniformRouter:
             order = random.permuted(np.tile(np.arange(self._num_experts), (turns, 1)), axis=1)
             self._ids[rows, top_k] = torch.from_numpy(order.ravel()[: rows * top_k].reshape(rows, top_k)).contiguous()
         return weights, self._ids[rows, top_k]
+
+
+class UniformSetting(StepSetting):
+    """Steps with every router replaced by a `UniformRouter`, on a runner that other settings may use as it is."""
+
+    def __init__(self, runner: ModelRunner, batch: Step, link: EmulatedLink) -> None:
+        super().__init__(runner, batch, link)
+        self._layers = sparse_layers(runner)
+        self._own = [mlp.router for mlp in self._layers]
+        experts = runner.config.num_experts
+        self._uniform = [UniformRouter(router, experts, number) for number, router in enumerate(self._own)]
+
+    def step(self, schedule: Schedule) -> Tensor:
+        self._set(self._uniform)
+        try:
+            return super().step(schedule)
+        finally:
+            self._set(self._own)
+
+    def _set(self, routers: Sequence[Router]) -> None:
+        for mlp, router in zip(self._layers, routers, strict=True):
+            mlp.router = router
 
 
 class Rearranger:
@@ -172,22 +196,23 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
         def open_runner(**more: Any) -> ModelRunner:
             return stack.enter_context(ModelRunner(model, **given, **more))
 
-        def setting(runner: ModelRunner) -> StepSetting:
-            return stack.enter_context(open_batch(runner, prompts(0), link))
+        def setting(runner: ModelRunner, kind: type[StepSetting] = StepSetting) -> StepSetting:
+            return stack.enter_context(open_batch(runner, prompts(0), link, kind))
 
         def loads_of_batch(batch: int) -> Floats:
             with open_batch(plain, prompts(batch), link) as other:
                 return loads_of(other)
 
         balanced = open_runner(enable_eplb=True, eplb_config=eplb)
-        plain, perfect = (open_runner(experts_backend=balanced.experts_backend) for _ in range(2))
+        plain = open_runner(experts_backend=balanced.experts_backend)
         vocabulary = plain.config.vocab_size
-        settings = {"without": setting(plain), "with": setting(balanced), "perfect": setting(perfect)}
+        settings = {
+            **{"without": setting(plain), "with": setting(balanced)},
+            "perfect": setting(balanced, UniformSetting),
+        }
         biases = _skewed_biases(plain, settings["without"], skew)
-        for runner in (plain, balanced, perfect):
+        for runner in (plain, balanced):
             set_biases(runner, biases)
-        for number, mlp in enumerate(sparse_layers(perfect)):
-            mlp.router = UniformRouter(mlp.router, plain.config.num_experts, number)
         window = np.sum([loads_of_batch(batch) for batch in range(1, 1 + WINDOW)], axis=0)
         rearranger = Rearranger(balanced, link)
         rearranger.begin(plan_placement(window, placement_of(settings["with"])))
@@ -197,9 +222,14 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
 
 
 @contextmanager
-def open_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]], link: EmulatedLink) -> Iterator[StepSetting]:
+def open_batch(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    link: EmulatedLink,
+    kind: type[StepSetting] = StepSetting,
+) -> Iterator[StepSetting]:
     """Steps that prefill these prompts."""
-    setting = StepSetting(runner, prefill_batch(runner, prompts), link)
+    setting = kind(runner, prefill_batch(runner, prompts), link)
     try:
         yield setting
     finally:

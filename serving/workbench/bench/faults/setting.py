@@ -26,7 +26,8 @@ class Sizes:
 
     Attributes:
         configurations: how many of the kills' configurations.
-        blocks: A B B A blocks of `cost`.
+        blocks: pairs of servers of `cost`.
+        cost_s: seconds of each.
         soak_s, every_s: seconds of `soak`, and between two of its kills.
     """
 
@@ -34,6 +35,7 @@ class Sizes:
     configurations: int
     pauses: int
     blocks: int
+    cost_s: float
     soak_s: float
     every_s: float
 
