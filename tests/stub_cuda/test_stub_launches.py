@@ -116,6 +116,18 @@ def test_a_launch_takes_the_host_no_longer_than_a_few_adds(monkeypatch: pytest.M
 def test_every_launch_passes_what_tritons_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte by byte, in three steps: those of one size have their memory, and so their tensor maps, in common."""
     forget_launches(monkeypatch)
+    launched, original = set(), quick_launch.QuickFunction.__getitem__
+
+    def checked(self: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            found = original(self, grid)(*args, **kwargs)
+            assert found is self.run(*args, grid=grid, warmup=True, **kwargs), f"{self.__name__}: another kernel"
+            launched.add(self.__name__)
+            return found
+
+        return launch
+
+    monkeypatch.setattr(quick_launch.QuickFunction, "__getitem__", checked)
     compared = compare_launches(every=True)
     bench = Bench(torch.device("cuda", 0), blocks=1)
     model = Model.random(bench, replace(QWEN3_30B_A3B, num_hidden_layers=FEW), ARMS["whole, local"].transport(128))
@@ -124,7 +136,8 @@ def test_every_launch_passes_what_tritons_would(monkeypatch: pytest.MonkeyPatch)
             step = Step(bench, model, BATCH, queries, TOKENS, static=queries == 1)
             for _ in range(3):
                 step.run(model.module, step.whole)
-    assert {"_grouped_gemm_kernel", "_attention_kernel"} <= compared.keys()
+    forget_launches(monkeypatch)
+    assert {"_grouped_gemm_kernel", "_attention_kernel"} <= compared.keys() == launched
     assert min(compared.values()) >= 2
 
 

@@ -31,8 +31,10 @@ _KINDS = {"p": r"\*.*", "i": r"[iu]\d+", "f": "fp32|f32", "x": "constexpr", "m":
 """How `launch.c` passes an argument, by Triton's name of its type: pointer, integer, float, not at all, tensor map."""
 _MOST_MAPS = 4096
 _MOST_SHARED = 227 * 1024
-_MOST_PARAMETERS, _OF_MAP, _SCRATCH = 128, 11, 2
-"""Of a kernel; of a tensor map, with its sizes and strides; of what Triton adds."""
+MOST_PARAMETERS = 128
+"""Of a kernel."""
+_OF_MAP, _SCRATCH = 11, 2
+"""Parameters of a tensor map, with its sizes and strides; those that Triton adds."""
 
 
 def direct_launch(kernel: Any) -> Launch | None:
@@ -47,7 +49,7 @@ def direct_launch(kernel: Any) -> Launch | None:
     unknown = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size", "gsan_enabled")
     if kinds is None or ctas != 1 or shared > _MOST_SHARED or any(getattr(launcher, each, 0) for each in unknown):
         return None
-    if len(kinds) + _OF_MAP * kinds.count("m") + _SCRATCH > _MOST_PARAMETERS:
+    if len(kinds) + _OF_MAP * kinds.count("m") + _SCRATCH > MOST_PARAMETERS:
         return None
     make = launch_library("launch", "launcher")
     if make is None:
@@ -83,7 +85,8 @@ class _Maps:
         self._made: dict[Any, tuple[Any, ...]] = {}
 
     def __call__(self, descriptor: Any) -> tuple[Any, ...]:
-        key = descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides
+        rounds = getattr(descriptor, "round_f32_to_tf32", False)  # Triton has had it since 3.7
+        key = descriptor.base.data_ptr(), rounds, *descriptor.shape, *descriptor.strides
         found = self._made.get(key)
         if found is None:
             if len(self._made) >= _MOST_MAPS:  # of memory that is long gone
@@ -117,7 +120,7 @@ def launch_library(name: str, function: str) -> Callable[[tuple[Any, ...]], Call
     scheme = sysconfig.get_default_scheme()
     scheme = "posix_prefix" if scheme == "posix_local" else scheme  # Debian's Python has its headers there
     try:
-        library = compile_c(source, Path(sysconfig.get_path("include", scheme)), MOST=_MOST_PARAMETERS)
+        library = compile_c(source, Path(sysconfig.get_path("include", scheme)), MOST=MOST_PARAMETERS)
     except ConfigError as error:
         _logger.warning("Triton launches all kernels, which takes the host longer: %s", error)
         return None

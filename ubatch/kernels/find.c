@@ -2,17 +2,17 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-// `MOST` parameters of a kernel.
-enum { OPTIONS = 2, GRID = 3, BYTES = 16, MOST_SIDES = 5 };  // num_warps, num_stages; of an argument's kind in the key
+// A kernel has `MOST` parameters at most, and the options num_warps and num_stages. `BYTES` hold an argument's kind.
+enum { OPTIONS = 2, GRID = 3, BYTES = 32, MOST_SIDES = 5 };
 
 typedef struct {
-    PyObject *tensor, *descriptor;           // the types
-    PyObject *device, *stream;               // () -> the current device; (device) -> its current stream
-    PyObject *names, *defaults;              // of the parameters and options, in order; a default of `missing` is none
-    PyObject *missing, *kept, *runtime, *hooks, *before;
-    PyObject *by_triton, *again;             // what launches if nothing is found, and if what is found cannot launch
-    Py_ssize_t count;                        // of the parameters
-    char flags[];                            // of each: 'c' a constant, 's' specialized, 'u' not
+    PyObject *tensor, *dtype, *descriptor;  // the types
+    PyObject *device, *stream;              // () -> the current device; (device) -> its current stream
+    PyObject *names, *defaults;             // of the parameters and options, in order; a default of `missing` is none
+    PyObject *missing, *kept, *watching;    // `watching`: objects and names of their attributes, one after the other
+    PyObject *by_triton, *again;            // what launches if nothing is found, and if what is found cannot launch
+    Py_ssize_t count;                       // of the parameters
+    char flags[];                           // of each: 'c' a constant, 's' specialized, 'u' not
 } Finder;
 
 typedef struct {
@@ -25,7 +25,7 @@ typedef struct {
     size_t bytes_count;
 } Call;
 
-static PyObject *DATA_PTR, *DTYPE, *IS_CUDA, *BASE, *BLOCK_SHAPE, *PADDING, *DEBUG, *CALLS, *ONE;
+static PyObject *DATA_PTR, *DTYPE, *IS_CUDA, *BASE, *BLOCK_SHAPE, *PADDING, *CALLS, *ONE;
 
 static void put(Call *call, const void *what, size_t bytes) {
     memcpy(call->bytes + call->bytes_count, what, bytes);
@@ -54,55 +54,65 @@ static int gather(const Finder *f, Call *call, PyObject *const *args, Py_ssize_t
     return 1;
 }
 
-// The dtype's address: dtypes are never freed.
-static int put_dtype(Call *call, PyObject *tensor) {
+// Of these `put` functions each returns 0 with an error, or without one if Triton is to say what is wrong.
+
+// The dtype's address: torch never frees one.
+static int put_dtype(const Finder *f, Call *call, PyObject *tensor) {
     PyObject *dtype = PyObject_GetAttr(tensor, DTYPE);
     if (!dtype) return 0;
+    const int known = (PyObject *)Py_TYPE(dtype) == f->dtype;
     put(call, &dtype, sizeof dtype);
     Py_DECREF(dtype);
-    return 1;
+    return known;
 }
 
-static int put_tensor(Call *call, Py_ssize_t i, PyObject *tensor, char flag) {
-    PyObject *address = PyObject_CallMethodNoArgs(tensor, DATA_PTR), *on_gpu = PyObject_GetAttr(tensor, IS_CUDA);
-    if (!address || !on_gpu) {
-        Py_XDECREF(address), Py_XDECREF(on_gpu);
-        return 0;
-    }
-    const int odd = flag == 's' && PyLong_AsUnsignedLongLongMask(address) & 15;
-    put_letter(call, odd ? 'T' : 't');
+static int put_tensor(const Finder *f, Call *call, Py_ssize_t i, PyObject *tensor) {
+    PyObject *on_gpu = PyObject_GetAttr(tensor, IS_CUDA);
+    if (!on_gpu) return 0;
+    Py_DECREF(on_gpu);  // True and False are never freed
+    PyObject *address = PyObject_CallMethodNoArgs(tensor, DATA_PTR);
+    if (!address) return 0;
+    const unsigned long long number = PyLong_AsUnsignedLongLong(address);
     if (on_gpu == Py_True)
         call->passed[i] = address, call->owned[i] = 1;
     else
         Py_DECREF(address);
-    Py_DECREF(on_gpu);
-    return put_dtype(call, tensor);
+    if (PyErr_Occurred()) return 0;
+    put_letter(call, f->flags[i] == 's' && number & 15 ? 'T' : 't');
+    return put_dtype(f, call, tensor);
 }
 
-static int put_descriptor(Call *call, PyObject *descriptor) {
-    PyObject *base = PyObject_GetAttr(descriptor, BASE), *block = PyObject_GetAttr(descriptor, BLOCK_SHAPE);
-    PyObject *padding = PyObject_GetAttr(descriptor, PADDING);
-    int good = base && padding && block && PyList_Check(block) && PyList_GET_SIZE(block) <= MOST_SIDES;
-    if (good) {
-        put_letter(call, 'd');
-        good = put_dtype(call, base);
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(block); i++) {
-            const long side = PyLong_AsLong(PyList_GET_ITEM(block, i));
-            const char log_side = side > 0 ? (char)__builtin_ctzl((unsigned long)side) : -1;
-            put_letter(call, log_side);  // sides are powers of two
-        }
-        put_letter(call, PyUnicode_GET_LENGTH(padding) == 3 ? 'n' : 'z');  // "nan", "zero"
+static int put_block(Call *call, PyObject *block, PyObject *padding) {
+    if (!PyList_Check(block) || PyList_GET_SIZE(block) > MOST_SIDES || !PyUnicode_Check(padding)) return 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(block); i++) {
+        const int side = (int)PyLong_AsLong(PyList_GET_ITEM(block, i));
+        if (PyErr_Occurred()) return 0;
+        put(call, &side, sizeof side);
     }
+    put_letter(call, (char)PyList_GET_SIZE(block));
+    put_letter(call, PyUnicode_GET_LENGTH(padding) == 3 ? 'n' : 'z');  // "nan", "zero"
+    return 1;
+}
+
+static int put_descriptor(const Finder *f, Call *call, PyObject *descriptor) {
+    PyObject *base = PyObject_GetAttr(descriptor, BASE);
+    PyObject *block = base ? PyObject_GetAttr(descriptor, BLOCK_SHAPE) : 0;
+    PyObject *padding = block ? PyObject_GetAttr(descriptor, PADDING) : 0;
+    put_letter(call, 'd');
+    const int good = padding && put_dtype(f, call, base) && put_block(call, block, padding);
     Py_XDECREF(base), Py_XDECREF(block), Py_XDECREF(padding);
-    return good && !PyErr_Occurred();
+    return good;
 }
 
 static int put_integer(Call *call, PyObject *number, char flag) {
     int overflow;
     const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     const int whole = flag == 's' && !(PyLong_AsUnsignedLongLongMask(number) & 15);
+    if (overflow < 0) return 0;
+    if (overflow && PyLong_AsUnsignedLongLong(number) == (unsigned long long)-1 && PyErr_Occurred())
+        return PyErr_Clear(), 0;  // more than 64 bits
     if (overflow)
-        put_letter(call, overflow < 0 ? 'L' : whole ? 'V' : 'v');
+        put_letter(call, whole ? 'V' : 'v');
     else if (value < INT32_MIN || value > INT32_MAX)
         put_letter(call, whole ? 'W' : 'w');
     else
@@ -110,7 +120,7 @@ static int put_integer(Call *call, PyObject *number, char flag) {
     return !PyErr_Occurred();
 }
 
-// The kinds of all arguments, as `quick_launch` describes them. 0 with an error, or without one if Triton is to say it.
+// The kinds of all arguments, as `quick_launch` describes them.
 static int put_kinds(const Finder *f, Call *call) {
     for (Py_ssize_t i = 0; i < f->count; i++) {
         PyObject *value = call->passed[i] = call->values[i];
@@ -119,7 +129,7 @@ static int put_kinds(const Finder *f, Call *call) {
         if (flag == 'c')
             call->objects[call->objects_count++] = value;
         else if (PyObject_TypeCheck(value, (PyTypeObject *)f->tensor))
-            good = put_tensor(call, i, value, flag);
+            good = put_tensor(f, call, i, value);
         else if (value == Py_None)
             put_letter(call, 'n');
         else if (PyBool_Check(value))
@@ -129,7 +139,7 @@ static int put_kinds(const Finder *f, Call *call) {
         else if (PyFloat_Check(value))
             put_letter(call, 'f');
         else if ((PyObject *)Py_TYPE(value) == f->descriptor)
-            good = put_descriptor(call, value);
+            good = put_descriptor(f, call, value);
         else
             good = 0;
         if (!good) return 0;
@@ -150,28 +160,35 @@ static PyObject *key_of(Call *call) {
     return key;
 }
 
-// Whether somebody waits for launches or compilations: hooks, each a chain or a function, or a debugger. -1: an error.
+// Whether one of the attributes is set: a flag, a list, a function, or a chain with `calls`. -1: an error.
 static int is_watched(const Finder *f) {
-    PyObject *debug = PyObject_GetAttr(f->runtime, DEBUG);
-    int found = debug ? PyObject_IsTrue(debug) || PyObject_IsTrue(f->before) : -1;
-    Py_XDECREF(debug);
-    for (Py_ssize_t i = 0; !found && i < PyTuple_GET_SIZE(f->hooks); i++) {
-        PyObject *hook = PyObject_GetAttr(f->runtime, PyTuple_GET_ITEM(f->hooks, i));
-        if (!hook) return -1;
-        PyObject *calls = hook == Py_None ? Py_NewRef(Py_False) : PyObject_GetAttr(hook, CALLS);
+    int found = 0;
+    for (Py_ssize_t i = 0; !found && i < PyTuple_GET_SIZE(f->watching); i += 2) {
+        PyObject *is = PyObject_GetAttr(PyTuple_GET_ITEM(f->watching, i), PyTuple_GET_ITEM(f->watching, i + 1));
+        if (!is) return -1;
+        const int plain = is == Py_None || PyBool_Check(is) || PyUnicode_Check(is) || PyList_Check(is);
+        PyObject *calls = plain ? Py_NewRef(is) : PyObject_GetAttr(is, CALLS);
         if (calls)
             found = PyObject_IsTrue(calls);
-        else
+        else if (PyErr_ExceptionMatches(PyExc_AttributeError))
             PyErr_Clear(), found = 1;
-        Py_DECREF(hook), Py_XDECREF(calls);
+        else
+            found = -1;
+        Py_DECREF(is), Py_XDECREF(calls);
     }
     return found;
 }
 
+static int is_plain_grid(PyObject *grid) {
+    if (!PyTuple_Check(grid) || PyTuple_GET_SIZE(grid) < 1 || PyTuple_GET_SIZE(grid) > GRID) return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(grid); i++)
+        if (!PyLong_Check(PyTuple_GET_ITEM(grid, i))) return 0;
+    return 1;
+}
+
 static PyObject *launch_found(const Finder *f, Call *call, PyObject *entry, PyObject *grid, PyObject *device) {
     PyObject *kernel = PyTuple_GET_ITEM(entry, 0), *launch = PyTuple_GET_ITEM(entry, 1);
-    const Py_ssize_t sides = PyTuple_Check(grid) ? PyTuple_GET_SIZE(grid) : 0;
-    if (sides < 1 || sides > GRID) return PyErr_Format(PyExc_ValueError, "a grid has one to three sides."), (PyObject *)0;
+    const Py_ssize_t sides = PyTuple_GET_SIZE(grid);
     PyObject *stream = PyObject_CallOneArg(f->stream, device);
     if (!stream) return 0;
     PyObject *all[GRID + 1 + MOST];
@@ -185,7 +202,7 @@ static PyObject *launch_found(const Finder *f, Call *call, PyObject *entry, PyOb
     else if (status) {
         PyObject *values = PyTuple_New(f->count);
         for (Py_ssize_t i = 0; values && i < f->count; i++) PyTuple_SET_ITEM(values, i, Py_NewRef(call->passed[i]));
-        if (values) found = PyObject_CallFunctionObjArgs(f->again, kernel, grid, stream, values, 0);
+        if (values) found = PyObject_CallFunctionObjArgs(f->again, kernel, grid, stream, values, NULL);
         Py_XDECREF(values);
     }
     Py_XDECREF(status), Py_DECREF(stream);
@@ -216,7 +233,8 @@ static PyObject *find(PyObject *self, PyObject *const *args, Py_ssize_t given, P
     memset(call.owned, 0, (size_t)f->count);
     const int ordinal = (int)PyLong_AsLong(device);
     put(&call, &ordinal, sizeof ordinal);
-    if (given && gather(f, &call, args + 1, given - 1, keywords) && put_kinds(f, &call)) key = key_of(&call);
+    const int known = !PyErr_Occurred() && given && is_plain_grid(args[0]);
+    if (known && gather(f, &call, args + 1, given - 1, keywords) && put_kinds(f, &call)) key = key_of(&call);
     const int watched = PyErr_Occurred() ? -1 : key ? is_watched(f) : 0;
     if (key && !watched) entry = PyDict_GetItemWithError(f->kept, key);
     Py_XINCREF(entry);
@@ -234,20 +252,20 @@ static PyObject *find(PyObject *self, PyObject *const *args, Py_ssize_t given, P
 
 static PyMethodDef definition = {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL | METH_KEYWORDS, 0};
 
-// The settings of `_Finder` in quick_launch.py, in its order -> the function. They are kept for as long as the process runs,
-// as kernels are.
+// What `_finder` of quick_launch.py passes -> the function. It is kept for as long as the process runs, as kernels are.
 PyObject *finder(PyObject *args) {
     Finder f;
     const char *flags;
-    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOOy#", &f.tensor, &f.descriptor, &f.device, &f.stream, &f.names, &f.defaults,
-                          &f.missing, &f.kept, &f.runtime, &f.hooks, &f.before, &f.by_triton, &f.again, &flags, &f.count))
+    if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOy#", &f.tensor, &f.dtype, &f.descriptor, &f.device, &f.stream, &f.names,
+                          &f.defaults, &f.missing, &f.kept, &f.watching, &f.by_triton, &f.again, &flags, &f.count))
         return 0;
+    if (f.count > MOST) return PyErr_Format(PyExc_ValueError, "%zd parameters are too many.", f.count);
     Finder *kept = PyMem_Malloc(sizeof f + (size_t)f.count);
     if (!kept) return PyErr_NoMemory();
     *kept = f;
     memcpy(kept->flags, flags, (size_t)f.count);
-    PyObject **const texts[] = {&DATA_PTR, &DTYPE, &IS_CUDA, &BASE, &BLOCK_SHAPE, &PADDING, &DEBUG, &CALLS};
-    const char *const words[] = {"data_ptr", "dtype", "is_cuda", "base", "block_shape", "padding", "debug", "calls"};
+    PyObject **const texts[] = {&DATA_PTR, &DTYPE, &IS_CUDA, &BASE, &BLOCK_SHAPE, &PADDING, &CALLS};
+    const char *const words[] = {"data_ptr", "dtype", "is_cuda", "base", "block_shape", "padding", "calls"};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (!*texts[i] && !(*texts[i] = PyUnicode_InternFromString(words[i]))) return 0;
     if (!ONE && !(ONE = PyLong_FromLong(1))) return 0;

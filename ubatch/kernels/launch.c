@@ -64,10 +64,12 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t given)
     if (given != kernel->count + 4) return PyErr_Format(PyExc_TypeError, "%zd arguments were given.", given);
     Params params;
     params.count = 0;
-    unsigned grid[3];
-    for (int i = 0; i < 3; i++) grid[i] = (unsigned)PyLong_AsUnsignedLongMask(args[i]);
+    long grid[3];
+    for (int i = 0; i < 3; i++) grid[i] = PyLong_AsLong(args[i]);
     void *stream = PyLong_AsVoidPtr(args[3]);
     if (PyErr_Occurred()) return 0;
+    for (int i = 0; i < 3; i++)
+        if (grid[i] < 0 || grid[i] > INT32_MAX) return PyLong_FromLong(TRITONS);
     args += 4;
     for (Py_ssize_t i = 0; i < kernel->count; i++) {
         int good = 1;
@@ -89,8 +91,8 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t given)
     if (!grid[0] || !grid[1] || !grid[2]) return PyLong_FromLong(0);
     int error;
     Py_BEGIN_ALLOW_THREADS;  // the driver waits if too much is queued
-    error = kernel->driver(kernel->function, grid[0], grid[1], grid[2], kernel->threads, 1, 1, kernel->shared, stream,
-                           params.params, 0);
+    error = kernel->driver(kernel->function, (unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2], kernel->threads, 1, 1,
+                           kernel->shared, stream, params.params, 0);
     Py_END_ALLOW_THREADS;
     return PyLong_FromLong(error);
 }

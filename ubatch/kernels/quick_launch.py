@@ -10,10 +10,11 @@ to be launched as `direct_launch` says. A function in C (`find.c`) finds it:
     a descriptor    by its dtype, the sides of its block and its padding
     the rest        None, by being None; other numbers, by their type
 
-That is what Triton compiles by. A constant of a kernel always has the same type, so that equal ones mean the same.
-While a profiler or another hook listens, or Triton is asked to debug, every launch is Triton's; so is one that the
-driver refuses, or whose arguments are of no kind above, for Triton's error. Launches that are found do not notice that
-a global constant was changed, which Triton's refuse. Where C cannot be compiled, all launches are Triton's.
+That is what Triton compiles by for NVIDIA's GPUs. A constant of a kernel always has the same type, so that equal ones
+mean the same. While a profiler or another hook listens, or Triton is asked to debug or to instrument, every launch is
+Triton's; so is one that the driver refuses, or whose arguments are of no kind above, for Triton's error. Launches that
+are found do not notice that a global constant was changed, which Triton's refuse. Where C cannot be compiled, all
+launches are Triton's.
 """
 
 from collections.abc import Callable, Collection
@@ -26,10 +27,12 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ubatch.kernels.direct_launch import Launch, direct_launch, launch_library
+from ubatch.kernels.direct_launch import MOST_PARAMETERS, Launch, direct_launch, launch_library
 
 _OPTIONS = ("num_warps", "num_stages")
-_HOOKS = ("launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook")
+_RUNTIME = ("debug", "launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook")
+_COMPILATION = ("instrumentation_mode",)
+"""Settings of Triton, where it has them, with which it compiles or launches otherwise."""
 _MISSING = object()
 
 
@@ -53,30 +56,35 @@ class QuickFunction(JITFunction):  # type: ignore[misc]  # Triton has no types
         return partial(self._find, grid)
 
     def _finder(self) -> Callable[..., Any] | None:
-        """`find` of `find.c`; None if C cannot be compiled here."""
+        """`find` of `find.c`; None if C cannot be compiled here, or does not know what this kernel is compiled by."""
+        if torch.version.hip is not None or len(self.params) > MOST_PARAMETERS:
+            return None
         make = launch_library("find", "finder")
         if make is None:
             return None
+        watching: list[Any] = [self, "pre_run_hooks"]
+        for knob, names in ((knobs.runtime, _RUNTIME), (knobs.compilation, _COMPILATION)):
+            watching += (each for name in names if hasattr(knob, name) for each in (knob, name))
         defaults = (*(param.default if param.has_default else _MISSING for param in self.params), None, None)
         flags = ("c" if param.is_constexpr else "u" if param.do_not_specialize else "s" for param in self.params)
         return make(
             (
-                *(torch.Tensor, TensorDescriptor),
+                *(torch.Tensor, torch.dtype, TensorDescriptor),
                 *(_device, _stream),
                 *((*(param.name for param in self.params), *_OPTIONS), defaults, _MISSING),
-                *(self._kept, knobs.runtime, tuple(hook for hook in _HOOKS if hasattr(knobs.runtime, hook))),
-                *(self.pre_run_hooks, self._by_triton_keeping, _launch_again),
+                *(self._kept, tuple(watching)),
+                *(self._by_triton_keeping, _launch_again),
                 "".join(flags).encode(),
             )
         )
 
-    def _by_triton(self, grid: Any, *args: Any, **options: Any) -> Any:
+    def _by_triton(self, grid: Any, /, *args: Any, **options: Any) -> Any:
         return self.run(*args, grid=grid, warmup=False, **options)
 
-    def _by_triton_keeping(self, kinds: Any, grid: Any, *args: Any, **options: Any) -> Any:
+    def _by_triton_keeping(self, kinds: Any, grid: Any, /, *args: Any, **options: Any) -> Any:
         """Let Triton launch, and keep what it compiled for arguments of these kinds; None is no kinds."""
         kernel = self._by_triton(grid, *args, **options)
-        if kernel is not None and kinds is not None and not callable(grid):
+        if kernel is not None and kinds is not None:
             self._kept[kinds] = kernel, direct_launch(kernel)
         return kernel
 

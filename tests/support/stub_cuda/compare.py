@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DIFFERENT", "compare_launches", "last_launch"]
+__all__ = ["DIFFERENT", "compare_launches"]
 
 DIFFERENT = 70
 """Exit status of a process in which launches differed."""
@@ -23,11 +23,15 @@ LEAST_PARAMETERS = 2
 _library = ctypes.CDLL(None)
 
 
-def last_launch() -> str:
-    """What the last launch of a Triton kernel passed, as text; see `parameters.cpp`."""
-    function = _library.stub_cuda_last_launch
-    function.restype = ctypes.c_char_p
-    return str(function().decode())
+def _noted(launch: Callable[[], Any]) -> tuple[Any, str]:
+    """What a launch returns, and what it passed, as text; see `parameters.cpp`."""
+    passed = _library.stub_cuda_last_launch
+    passed.restype = ctypes.c_char_p
+    _library.stub_cuda_note_launches(True)
+    try:
+        return launch(), passed().decode()
+    finally:
+        _library.stub_cuda_note_launches(False)
 
 
 def compare_launches(*, every: bool = False) -> Counter[str]:
@@ -50,15 +54,12 @@ def compare_launches(*, every: bool = False) -> Counter[str]:
         def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> int:
             if not waiting or not x * y * z:
                 return own(x, y, z, stream, *arguments)
-            _library.stub_cuda_note_launches(True)
             rest = kernel.function, kernel.packed_metadata, None, None, None
-            kernel.run(x, y, z, stream, *rest, *arguments)
-            theirs = last_launch()
-            status = own(x, y, z, stream, *arguments)
-            _library.stub_cuda_note_launches(False)
+            _, theirs = _noted(lambda: kernel.run(x, y, z, stream, *rest, *arguments))
+            status, ours = _noted(lambda: own(x, y, z, stream, *arguments))
             if status == 0:
-                if last_launch() != theirs or theirs.count("\n") < LEAST_PARAMETERS:
-                    print(f"Triton passed\n{theirs}\n\nand this project\n{last_launch()}", file=sys.stderr, flush=True)
+                if ours != theirs or theirs.count("\n") < LEAST_PARAMETERS:
+                    print(f"Triton passed\n{theirs}\n\nand this project\n{ours}", file=sys.stderr, flush=True)
                     os._exit(DIFFERENT)
                 compared[kernel.name] += 1
                 if not every:

@@ -14,11 +14,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed; `make te
 
 import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from ubatch.kernels import quick_launch  # noqa: E402
+from ubatch.kernels import quick_launch, why_not_c  # noqa: E402
 from ubatch.kernels.quick_launch import QuickFunction  # noqa: E402
+
+pytestmark = pytest.mark.skipif(why_not_c() is not None, reason="kernels in C cannot be compiled here")
 
 
 def kernel(
@@ -47,7 +51,7 @@ class Recorder:
         return SimpleNamespace(run=launch, function="function", packed_metadata="metadata")
 
     def launch(self, *args: Any, grid: Any = (2, 3), **kwargs: Any) -> bool:
-        """Launch; returns whether that compiled."""
+        """Launch; returns whether that was Triton's."""
         before = len(self.compiled)
         self.function[grid](*args, **kwargs)
         return len(self.compiled) > before
@@ -134,6 +138,13 @@ def test_descriptors_count_by_their_block(recorder: Recorder) -> None:
     assert recorder.launch(described(8, 2), *rest)
 
 
+def test_an_unspecialized_argument_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    recorder.function = QuickFunction(kernel, ["x", "most"])
+    assert recorder.launch(MEMORY, None, 32, 1, 0.5, 4)
+    assert not recorder.launch(MEMORY[1:], None, 32, 16, 0.5, 4)
+
+
 def test_devices_are_apart(recorder: Recorder) -> None:
     given = (MEMORY, None, 32, 5, 0.5, 4)
     assert recorder.launch(*given)
@@ -149,6 +160,13 @@ def test_a_profiler_sees_every_launch(recorder: Recorder, monkeypatch: pytest.Mo
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
     assert recorder.launch(*given)
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[]))
+    assert not recorder.launch(*given)
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", print)
+    assert recorder.launch(*given)
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
+    monkeypatch.setattr(knobs.compilation, "instrumentation_mode", "consan")
+    assert recorder.launch(*given)
+    monkeypatch.setattr(knobs.compilation, "instrumentation_mode", "")
     assert not recorder.launch(*given)
     recorder.function.add_pre_run_hook(print)
     assert recorder.launch(*given)
@@ -170,6 +188,11 @@ def test_what_is_compiled_for_a_debugger_is_not_kept(recorder: Recorder, monkeyp
         {"other": 5},
         {"num_ctas": 2},
         {"N": None},
+        {"grid": [2, 3]},
+        {"grid": lambda _: (2, 3)},
+        {"grid": (2, 3, 1, 1)},
+        {"size": 2**64},
+        {"size": -(2**63) - 1},
     ],
     ids=str,
 )
@@ -206,14 +229,44 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorder.launched[0][-3:] == (MEMORY, 32, 4)
 
 
-def test_launches_do_not_keep_their_arguments(recorder: Recorder) -> None:
-    x = torch.zeros(64)
-    before = sys.getrefcount(x)
+def test_launches_keep_neither_arguments_nor_addresses(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = 2**40 + 64
+    monkeypatch.setattr(OnGPU, "data_ptr", lambda _: address)
+    here, there = torch.zeros(64), MEMORY.as_subclass(OnGPU)
+    before = [sys.getrefcount(each) for each in (here, there, address)]
     for _ in range(10):
-        recorder.launch(x, None, 32, 5, 0.5, N=4, num_warps=8)
+        recorder.launch(there, here, 32, 5, 0.5, N=4, num_warps=8)
     recorder.launched.clear()
     recorder.compiled.clear()
-    assert sys.getrefcount(x) == before
+    assert [sys.getrefcount(each) for each in (here, there, address)] == before
+
+
+VALUES: list[Any] = [
+    *(None, True, False, 0.5, -1, 0, 1, 2, 15, 16, 17, -16, -15, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1),
+    *(-(2**31), -(2**31) - 1, 2**63 - 1, 2**63 - 16, 2**63, 2**63 + 1, 2**64 - 1, -(2**63)),
+    *(MEMORY, MEMORY[1:], MEMORY[4:], MEMORY.bfloat16(), MEMORY.bfloat16()[1:], MEMORY.byte()),
+    *(TensorDescriptor(MEMORY.view(8, 8), [8, 8], [8, 1], [rows, 4]) for rows in (4, 8)),
+    TensorDescriptor(MEMORY.view(8, 8), [8, 8], [8, 1], [4, 4], "nan"),
+    TensorDescriptor(MEMORY.bfloat16().view(8, 8), [8, 8], [8, 1], [4, 4]),
+]
+
+
+def test_launches_that_share_a_kernel_are_compiled_alike_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's own rules, for an argument that is specialized and for one that is not."""
+
+    def one(x: tl.tensor, most: tl.tensor) -> None:
+        pass
+
+    recorder = Recorder(monkeypatch)
+    for number, unspecialized in enumerate(([], ["x"])):
+        recorder.function = QuickFunction(one, unspecialized)
+        binder = create_function_from_signature(
+            recorder.function.signature, recorder.function.params, make_backend(GPUTarget("cuda", 90, 32))
+        )
+        found = [(recorder.function[1,](value, 5), binder(value, 5)[1]) for value in VALUES]
+        for kernel_of, compiled_by in found:
+            assert all(other == compiled_by for same, other in found if same is kernel_of), number
+        assert len({id(each) for each, _ in found}) < len(VALUES)
 
 
 @pytest.mark.parametrize("fails", ["device", "stream", "launch"])

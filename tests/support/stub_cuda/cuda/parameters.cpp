@@ -67,8 +67,11 @@ void note_launch(const std::string &name, const Shape &shape, const std::vector<
 
 }  // namespace stub
 
-// Of this thread, from now on.
-EXPORT void stub_cuda_note_launches(bool wanted) { stub::noted = wanted; }
+// Of this thread, from now on; what was noted is gone.
+EXPORT void stub_cuda_note_launches(bool wanted) {
+    stub::noted = wanted;
+    stub::last.clear();
+}
 
 // This thread's last launch of a kernel of Triton's: its name and shape, then a line for each parameter's bytes. Valid
 // until its next one.
