@@ -194,7 +194,17 @@ def test_what_is_compiled_for_a_debugger_is_not_kept(recorder: Recorder, monkeyp
         {"size": 2**64},
         {"size": -(2**63) - 1},
     ],
-    ids=str,
+    ids=[
+        "a dictionary",
+        "another name",
+        "an option",
+        "too few",
+        "a list",
+        "a function",
+        "four sides",
+        "65 bits",
+        "-64 bits",
+    ],
 )
 def test_what_it_does_not_know_is_for_triton(recorder: Recorder, given: dict[str, Any]) -> None:
     """Which refuses it, or launches it as always."""
