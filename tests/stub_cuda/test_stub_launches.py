@@ -1,4 +1,7 @@
-"""Launches per layer of a Qwen3-30B-A3B decode step at batch 64, eager. Whoever makes it fewer lowers the table."""
+"""Launches of a Qwen3-30B-A3B step at batch 64, eager: how many, how long one takes the host, what reaches the driver.
+
+Whoever makes them fewer lowers the table.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,6 @@ ARMS = {
 FEW, MANY = 2, 6
 """Layers of the two models whose difference is what a layer takes."""
 BATCH, TOKENS, RUNS = 64, 1024, 10
-
-
 MOST_ADDS = 4
 """Of torch's, in whose time a kernel is launched."""
 
@@ -93,9 +94,7 @@ def test_a_launch_takes_the_host_no_longer_than_a_few_adds(monkeypatch: pytest.M
 
         return launch
 
-    bench = Bench(torch.device("cuda", 0), blocks=1)
-    transport = ARMS["whole, local"].transport(QWEN3_30B_A3B.num_experts)
-    model = Model.random(bench, replace(QWEN3_30B_A3B, num_hidden_layers=MANY), transport)
+    bench, model = random_model(ARMS["whole, local"], MANY)
     step = Step(bench, model, BATCH, 1, TOKENS, static=True)
     for _ in range(3):
         step.run(model.module, step.whole)
@@ -113,8 +112,9 @@ def test_a_launch_takes_the_host_no_longer_than_a_few_adds(monkeypatch: pytest.M
     assert max(found.values()) <= MOST_ADDS
 
 
+@torch.inference_mode()
 def test_every_launch_passes_what_tritons_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Byte by byte, in three steps: those of one size have their memory, and so their tensor maps, in common."""
+    """Byte by byte, and to the kernel that Triton would take; in three steps of a kind, whose tensor maps are kept."""
     forget_launches(monkeypatch)
     launched, original = set(), quick_launch.QuickFunction.__getitem__
 
@@ -129,13 +129,11 @@ def test_every_launch_passes_what_tritons_would(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(quick_launch.QuickFunction, "__getitem__", checked)
     compared = compare_launches(every=True)
-    bench = Bench(torch.device("cuda", 0), blocks=1)
-    model = Model.random(bench, replace(QWEN3_30B_A3B, num_hidden_layers=FEW), ARMS["whole, local"].transport(128))
-    with torch.inference_mode():
-        for queries in (1, 16):
-            step = Step(bench, model, BATCH, queries, TOKENS, static=queries == 1)
-            for _ in range(3):
-                step.run(model.module, step.whole)
+    bench, model = random_model(ARMS["whole, local"], FEW)
+    for queries in (1, 16):
+        step = Step(bench, model, BATCH, queries, TOKENS, static=queries == 1)
+        for _ in range(3):
+            step.run(model.module, step.whole)
     forget_launches(monkeypatch)
     assert {"_grouped_gemm_kernel", "_attention_kernel"} <= compared.keys() == launched
     assert min(compared.values()) >= 2
@@ -149,11 +147,14 @@ def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
             each._kept.clear()
 
 
+def random_model(arm: Arm, layers: int) -> tuple[Bench, Model]:
+    bench, size = Bench(torch.device("cuda", 0), blocks=1), replace(QWEN3_30B_A3B, num_hidden_layers=layers)
+    return bench, Model.random(bench, size, arm.transport(size.num_experts))
+
+
 def measured(arm: Arm, layers: int) -> tuple[Counter[str], float]:
     """What one step launches, and its microseconds of the host's processors, of all threads together."""
-    bench = Bench(torch.device("cuda", 0), blocks=1)
-    size = replace(QWEN3_30B_A3B, num_hidden_layers=layers)
-    model = Model.random(bench, size, arm.transport(size.num_experts))
+    bench, model = random_model(arm, layers)
     step = Step(bench, model, BATCH, 1, TOKENS, static=True)
     wrapper = model.wrapped(bench, overlapped=True, captured=False) if arm.lanes else None
 

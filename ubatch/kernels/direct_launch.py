@@ -29,8 +29,7 @@ Launch = Callable[..., int]
 
 _KINDS = {"p": r"\*.*", "i": r"[iu]\d+", "f": "fp32|f32", "x": "constexpr", "m": "tensordesc.*"}
 """How `launch.c` passes an argument, by Triton's name of its type: pointer, integer, float, not at all, tensor map."""
-_MOST_MAPS = 4096
-_MOST_SHARED = 227 * 1024
+_MOST_MAPS, _MOST_SHARED = 4096, 227 * 1024
 MOST_PARAMETERS = 128
 """Of a kernel."""
 _OF_MAP, _SCRATCH = 11, 2
@@ -46,20 +45,26 @@ def direct_launch(kernel: Any) -> Launch | None:
     launcher = kernel.run
     kinds = _kinds(kernel.src.signature.values())
     warps, ctas, shared = kernel.packed_metadata
-    unknown = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size", "gsan_enabled")
-    if kinds is None or ctas != 1 or shared > _MOST_SHARED or any(getattr(launcher, each, 0) for each in unknown):
+    beyond = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size", "gsan_enabled")
+    if kinds is None or ctas != 1 or shared > _MOST_SHARED or any(getattr(launcher, each, 0) for each in beyond):
         return None
     if len(kinds) + _OF_MAP * kinds.count("m") + _SCRATCH > MOST_PARAMETERS:
         return None
     make = launch_library("launch", "launcher")
     if make is None:
         return None
-    launch = make((_driver_function(), kernel.function, warps, shared, kinds.encode()))
-    places = [place for place, kind in enumerate(kinds) if kind == "m"]
+    places = (place for place, kind in enumerate(kinds) if kind == "m")
     described = getattr(kernel.metadata, "tensordesc_meta", None) or ()
-    if len(places) != len(described) or None in described:
+    if kinds.count("m") != len(described) or None in described:
         return None
-    return _with_maps(launch, [(place, _Maps(each)) for place, each in zip(places, described, strict=True)])
+    of_place = dict(zip(places, described, strict=True))
+
+    def encode(place: int, descriptor: Any) -> tuple[Any, ...]:
+        """The tensor map in Triton's object for it, and what Triton passes beside it."""
+        function, more = _encoder()
+        return tuple(function(descriptor, of_place[place], *more))
+
+    return make((_driver_function(), kernel.function, warps, shared, kinds.encode(), encode))
 
 
 def _kinds(types: Any) -> str | None:
@@ -73,42 +78,6 @@ def _kinds(types: Any) -> str | None:
     return found
 
 
-class _Maps:
-    """Tensor maps of one argument of a kernel, as `launch.c` takes them: the map, then what Triton passes beside it.
-
-    Args:
-        described: what Triton knows of the argument.
-    """
-
-    def __init__(self, described: Any) -> None:
-        self._described = described
-        self._made: dict[Any, tuple[Any, ...]] = {}
-
-    def __call__(self, descriptor: Any) -> tuple[Any, ...]:
-        rounds = getattr(descriptor, "round_f32_to_tf32", False)  # Triton has had it since 3.7
-        key = descriptor.base.data_ptr(), rounds, *descriptor.shape, *descriptor.strides
-        found = self._made.get(key)
-        if found is None:
-            if len(self._made) >= _MOST_MAPS:  # of memory that is long gone
-                self._made = {}
-            encode, more = _encoder()
-            found = self._made[key] = tuple(encode(descriptor, self._described, *more))
-        return found
-
-
-def _with_maps(launch: Launch, maps: list[tuple[int, _Maps]]) -> Launch:
-    if not maps:
-        return launch
-
-    def launch_with_maps(x: int, y: int, z: int, stream: int, *arguments: Any) -> int:
-        given = [*arguments]
-        for place, made in maps:
-            given[place] = made(given[place])
-        return launch(x, y, z, stream, *given)
-
-    return launch_with_maps
-
-
 @cache
 def launch_library(name: str, function: str) -> Callable[[tuple[Any, ...]], Callable[..., Any]] | None:
     """A function of one of the libraries in C, which makes another one; None if it cannot be compiled here.
@@ -120,7 +89,8 @@ def launch_library(name: str, function: str) -> Callable[[tuple[Any, ...]], Call
     scheme = sysconfig.get_default_scheme()
     scheme = "posix_prefix" if scheme == "posix_local" else scheme  # Debian's Python has its headers there
     try:
-        library = compile_c(source, Path(sysconfig.get_path("include", scheme)), MOST=MOST_PARAMETERS)
+        include = Path(sysconfig.get_path("include", scheme))
+        library = compile_c(source, include, MOST=MOST_PARAMETERS, MOST_MAPS=_MOST_MAPS)
     except ConfigError as error:
         _logger.warning("Triton launches all kernels, which takes the host longer: %s", error)
         return None

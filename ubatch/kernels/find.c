@@ -19,7 +19,7 @@ typedef struct {
     PyObject *values[MOST + OPTIONS];  // borrowed
     PyObject *passed[MOST];            // borrowed; an address in place of a tensor on a GPU, owned
     char owned[MOST];
-    PyObject *objects[2 * MOST + OPTIONS];  // of the key, besides `bytes`; borrowed
+    PyObject *objects[MOST + OPTIONS];  // of the key, besides `bytes`; borrowed
     Py_ssize_t objects_count;
     char bytes[BYTES * (MOST + 1)];
     size_t bytes_count;

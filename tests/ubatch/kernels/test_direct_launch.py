@@ -168,6 +168,22 @@ def test_tensor_maps_are_encoded_once(driver: Driver, monkeypatch: pytest.Monkey
     assert len(made) == 3
 
 
+@pytest.mark.parametrize("shape", [(8, 8), [1] * 6])
+def test_a_descriptor_of_another_kind_is_for_triton(driver: Driver, shape: Any) -> None:
+    descriptor = SimpleNamespace(base=torch.zeros(8, 8), shape=shape, strides=[8, 1])
+    assert launch_of("tensordesc<bf16[64, 64]>", described=["known"])(1, 1, 1, STREAM, descriptor) == -1
+
+
+def test_an_error_of_the_encoder_reaches_the_caller(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no tensor map")
+
+    monkeypatch.setattr(direct_launch, "_encoder", lambda: (fails, ()))
+    descriptor = SimpleNamespace(base=torch.zeros(8, 8), shape=[8, 8], strides=[8, 1])
+    with pytest.raises(RuntimeError, match="no tensor map"):
+        launch_of("tensordesc<bf16[64, 64]>", described=["known"])(1, 1, 1, STREAM, descriptor)
+
+
 def test_a_map_that_lies_elsewhere_is_for_triton(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     for made in (Encoded.aligned(False), 5):
         monkeypatch.setattr(direct_launch, "_encoder", lambda made=made: (lambda *_: [made, 8, 8, 8, 1], ()))
@@ -177,12 +193,22 @@ def test_a_map_that_lies_elsewhere_is_for_triton(driver: Driver, monkeypatch: py
 
 
 def test_maps_of_memory_that_is_long_gone_are_dropped(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_launch, "_encoder", lambda: (lambda *_: [Encoded()], ()))
+    made: list[int] = []
+
+    def encode(descriptor: Any, _: Any) -> list[Any]:
+        made.append(descriptor.shape[0])
+        return [Encoded.aligned(), *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(direct_launch, "_encoder", lambda: (encode, ()))
     monkeypatch.setattr(direct_launch, "_MOST_MAPS", 2)
-    maps = direct_launch._Maps("known")
-    for rows in (1, 2, 3):
-        maps(SimpleNamespace(base=torch.zeros(8, 8), shape=[rows, 8], strides=[8, 1]))
-    assert len(maps._made) == 1
+    direct_launch.launch_library.cache_clear()
+    try:
+        launch, base = launch_of("tensordesc<bf16[64, 64]>", described=["known"]), torch.zeros(8, 8)
+    finally:
+        direct_launch.launch_library.cache_clear()
+    for rows in (1, 2, 1, 2, 3, 1):
+        assert launch(1, 1, 1, STREAM, SimpleNamespace(base=base, shape=[rows, 8], strides=[8, 1])) == 0
+    assert made == [1, 2, 3, 1]
 
 
 @pytest.mark.parametrize(
