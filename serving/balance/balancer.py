@@ -1,6 +1,6 @@
 """When experts change places, and to where: `--enable-eplb`, in the process that has all ranks' loads.
 
-    counted     ranks have told their loads: is it time, or has balancedness fallen?
+    counted     ranks have told their loads: has balancedness fallen, or is it time? While it falls, time waits
     plan        in a thread: a placement for the last window, if it pays (`moe.balance.decide`); after a fall, for what
                 has come since, and again with more of it if it does not pay yet
     send        the order goes to all ranks, which move while they step
@@ -115,13 +115,17 @@ class Balancer:
             self._log()
         if self.moving or self._planning is not None:
             return
-        if self._steps >= self._config.step_interval:
+        due = self._steps >= self._config.step_interval
+        may_fall = self._config.balancedness_fall and self._steps >= self._config.window_size
+        if not (due or may_fall):
+            return
+        parts = self._book.windows.history(PARTS)
+        fallen = self._fallen(parts) if may_fall else parts[:0]
+        if len(fallen) >= _NEWEST:
+            self._plan(fallen, MoveReason.FALLEN)
+        elif due and not len(fallen):  # else a plan would be for loads of before and after the fall
             self._steps = 0
-            self._plan(self._book.windows.history(PARTS), MoveReason.INTERVAL)
-        elif self._config.balancedness_fall and self._steps >= self._config.window_size:
-            fallen = self._fallen(self._book.windows.history(PARTS))
-            if len(fallen) >= _NEWEST:
-                self._plan(fallen, MoveReason.FALLEN)
+            self._plan(parts, MoveReason.INTERVAL)
 
     def _fallen(self, parts: Ints) -> Ints:
         """The newest of a window's parts, from which on balancedness has fallen. What was before is of other loads."""

@@ -111,6 +111,32 @@ def test_a_fall_is_planned_for_by_what_came_since() -> None:
     asyncio.run(scenario())
 
 
+def test_a_plan_whose_time_comes_after_a_fall_waits_for_what_comes_since() -> None:
+    """At once, it would be for loads of which most are past, and the next one may come only a window later."""
+
+    async def scenario() -> None:
+        bench = Bench(balancedness_fall=0.1)
+        await bench.count(98, [10] * EXPERTS)
+        await bench.count(8, SKEWED)
+        assert bench.balancer.rearrangements == {"fallen": 1}
+        assert bench.orders[0][1].balancedness(np.array([SKEWED] * 2)).min() > 0.9
+
+    asyncio.run(scenario())
+
+
+def test_a_short_fall_delays_a_plan_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        bench = Bench(balancedness_fall=0.1)
+        await bench.count(98, [10] * EXPERTS)
+        await bench.count(2, SKEWED)
+        assert "experts stay" not in caplog.text
+        await bench.count(2, [10] * EXPERTS)
+        assert "experts stay" in caplog.text
+
+    caplog.set_level(logging.INFO)
+    asyncio.run(scenario())
+
+
 def test_failures_are_counted_and_the_placement_stays() -> None:
     async def scenario() -> None:
         bench = Bench()

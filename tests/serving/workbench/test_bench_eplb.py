@@ -15,7 +15,7 @@ from moe import ExpertPlacement, SoftmaxTopKRouter
 from serving.cli import main
 from serving.workbench.arms.stages import with_loads
 from serving.workbench.bench.eplb.gain import share_of_possible
-from serving.workbench.bench.eplb.moving import ratio_of_p99
+from serving.workbench.bench.eplb.moving import ratio_of_p99, ratio_of_steps
 from serving.workbench.bench.eplb.predict import predicted_s
 from serving.workbench.bench.eplb.same import SameResult, count_different
 from serving.workbench.bench.eplb.skewed import UniformRouter, on_next_ranks
@@ -121,6 +121,16 @@ def test_the_slowest_steps_are_compared_over_all_blocks() -> None:
     still = [[1.0] * 50, [2.0] * 50]
     assert ratio_of_p99([[2.0] * 50, [3.0] * 50], still).median == 1.5
     assert ratio_of_p99(still, still).median == 1.0
+
+
+def test_steps_are_compared_with_single_steps() -> None:
+    """Of the same times in both, some of them long: the median of two is higher than that of six."""
+    times = np.random.default_rng(0).exponential(size=(500, 8)) + 1
+    few, many = times[:, :2].tolist(), times[:, 2:].tolist()
+    assert np.median(np.median(few, axis=1) / np.median(many, axis=1)) > 1.04
+    found = ratio_of_steps(few, many)
+    assert found.low < 1 < found.high
+    assert ratio_of_steps([[3.0, 6.0]], [[2.0, 2.0, 2.0]]).median == 2.25
 
 
 def output(*tokens: int, second: float = -9.0) -> GenerationOutput:
