@@ -138,6 +138,15 @@ def use(server: ForkServer | None) -> None:
     _current = server
 
 
+def abandon() -> None:
+    """End the server, which does not answer, and its processes. The next start begins another one."""
+    global _current
+    with _changing:
+        server, _current = _current, None
+    if server is not None:
+        server.close()
+
+
 os.register_at_fork(after_in_child=lambda: use(None))  # a child would share its parent's connection
 
 

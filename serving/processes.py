@@ -5,11 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import select
 import signal
+import time
 from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ubatch.errors import UBatchError
+
+_KILLED_S = 30.0
 
 
 class Orphaned(UBatchError):
@@ -57,10 +60,13 @@ def process_state(pid: int | None) -> str:
         return ""
 
 
-def kill(processes: Iterable[BaseProcess]) -> None:
-    """Kill those that still run, and wait for them."""
+def kill(processes: Iterable[BaseProcess]) -> list[BaseProcess]:
+    """Kill those that still run, and wait for them. Returns those that have not ended 30 s later: they wait for a
+    driver or a disk."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()
+    deadline = time.monotonic() + _KILLED_S
     for process in started:
-        process.join()
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process for process in started if process.exitcode is None]

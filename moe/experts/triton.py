@@ -11,13 +11,11 @@ is computed with the same tiles.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from moe.experts.quantization import FP8
-from moe.experts.triton_batched import Cuts, TritonBatchedExperts, Work, share_of
+from moe.experts.triton_batched import Cuts, Kept, TritonBatchedExperts, Work, share_of
 from moe.kernels.align import align_pairs
 from moe.kernels.grouped_gemm import Rows
 from moe.kernels.quantize import quantize_rows
@@ -49,7 +47,6 @@ class TritonExperts(TritonBatchedExperts):
         room = power_of_2(num_tokens)
         # Tokens without a local expert may be missing.
         pairs_here = max(1.0, top_k * held / self.num_experts) if self.num_experts else top_k
-        alike = cache(lambda: self._even_routing(num_tokens, top_k))
 
         def cut(ids: Tensor, tile_rows: int) -> Work:
             return Work(rows, align_pairs(ids, first, held, tile_rows), top_k, topk_weights)
@@ -59,7 +56,7 @@ class TritonExperts(TritonBatchedExperts):
             f"{room} tokens x {top_k}",
             room * pairs_here / held,
             lambda tile_rows: cut(topk_ids, tile_rows),
-            cache(lambda tile_rows: cut(alike(), tile_rows)),
+            Kept(lambda tile_rows: cut(self._even_routing(num_tokens, top_k), tile_rows)),
         )
         pairs = self._run(cuts)
         return sum_choices(pairs.unflatten(0, (num_tokens, top_k)), topk_ids, first, held)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -30,6 +30,8 @@ from ubatch.kernels import autotune
 from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 
 C = TypeVar("C", GemmConfig, RowTile)
+K = TypeVar("K")
+V = TypeVar("V")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COMPARED_ROWS = 1024  # of what tile configurations compute
@@ -94,6 +96,20 @@ class Work:
         return some_rows(self.cut.tiles if isinstance(self.cut, Alignment) else self.cut, _COMPARED_ROWS)
 
 
+class Kept(dict[K, V]):
+    """What `make` has made, by its argument. Every step makes some and seldom asks them, and `functools.cache` takes
+    several times as long to make."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[K], V]) -> None:
+        self._make = make
+
+    def __missing__(self, key: K) -> V:
+        made = self[key] = self._make(key)
+        return made
+
+
 @dataclass(frozen=True)
 class Cuts:
     """How a batch can be cut into tiles, and the inputs of that choice.
@@ -110,7 +126,7 @@ class Cuts:
     batch: str
     rows_per_expert: float
     cut: Callable[[int], Work]
-    cut_alike: Callable[[int], Work]
+    cut_alike: Kept[int, Work]
 
 
 class TritonBatchedExperts(FusedExperts):
@@ -258,7 +274,7 @@ class TritonBatchedExperts(FusedExperts):
             f"batches of {room}",
             expected,
             lambda tile_rows: cut(rows_per_expert, tile_rows),
-            cache(lambda tile_rows: cut(torch.full_like(rows_per_expert, min(expected, capacity)), tile_rows)),
+            Kept(lambda tile_rows: cut(torch.full_like(rows_per_expert, min(expected, capacity)), tile_rows)),
         )
 
     def _run(self, cuts: Cuts) -> Tensor:
@@ -270,28 +286,28 @@ class TritonBatchedExperts(FusedExperts):
         return self._settled(
             ("rows", cuts.batch, cuts.share),
             row_tiles(cuts.rows_per_expert, self.weights_dtype),
-            lambda tile: self._multiply(cuts.cut_alike(tile.rows), tile, cuts),
+            lambda tile: self._multiply(cuts.cut_alike[tile.rows], tile, cuts),
         )
 
     def _multiply(self, work: Work, tile: RowTile, cuts: Cuts) -> Tensor:
         """Run both GEMMs with row tiles of this size."""
         rows, up_config = self._multiply_up(work, tile, cuts)
-        share, alike = cuts.share, partial(cuts.cut_alike, tile.rows)
-        rows_alike = cache(lambda: self._up(alike(), up_config, share))
+        share, alike = cuts.share, partial(cuts.cut_alike.__getitem__, tile.rows)
+        rows_alike = Kept(lambda config: self._up(alike(), config, share))
         down_config = self._choose(
             "down",
             tile,
             cuts,
-            lambda config: self._down(alike(), rows_alike(), config, share),
+            lambda config: self._down(alike(), rows_alike[up_config], config, share),
             lambda config: self._down(work, rows, config, share, compile_only=True),
-            lambda config: alike().some_down(self._down(alike(), rows_alike(), config, share)),
+            lambda config: alike().some_down(self._down(alike(), rows_alike[up_config], config, share)),
         )
         return self._down(work, rows, down_config, share)
 
     def _multiply_up(self, work: Work, tile: RowTile, cuts: Cuts) -> tuple[Rows, GemmConfig]:
         """Run the first GEMM; also returns its tile configuration."""
         report_sm_use("triton experts", obeys=self.obeys_sms)
-        share, alike = cuts.share, partial(cuts.cut_alike, tile.rows)
+        share, alike = cuts.share, partial(cuts.cut_alike.__getitem__, tile.rows)
         config = self._choose(
             "up",
             tile,

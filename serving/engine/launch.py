@@ -20,7 +20,7 @@ from serving.engine.wire.messages import Failed, RankFound
 from serving.engine.wire.rendezvous import Place
 from serving.fork_server import ForkedProcess
 from serving.processes import how_it_ended, kill, process_state
-from ubatch import ConfigError
+from ubatch import ConfigError, UBatchError
 
 EngineMain: TypeAlias = Callable[[EngineOptions, int, Place], None]
 """Main function of a rank's process, called as `run_engine(options, rank, place)`. It must be a module-level function,
@@ -134,8 +134,15 @@ class LocalEngines:
         return not alive
 
     def kill(self) -> None:
-        """Kill the processes that still run, and wait for them. Nobody may watch `sentinels` any more."""
+        """Kill the processes that still run, and wait for them. Nobody may watch `sentinels` any more.
+
+        Raises:
+            UBatchError: one does not end.
+        """
         atexit.unregister(self.kill)
-        kill(self._processes.values())
+        left = kill(self._processes.values())
         for process in self._processes.values():
             process.release()
+        if left:
+            what = f"{left[0].name} (process {left[0].pid}, in state {process_state(left[0].pid)}) was killed and does"
+            raise UBatchError(f"{what} not end: it waits for a driver or a disk, and may hold memory of a device.")

@@ -25,6 +25,8 @@ from multiprocessing.connection import wait
 from threading import current_thread, main_thread
 from typing import Self
 
+import torch.distributed as dist
+
 from serving.engine.kept import KeptOfRank
 from serving.engine.launch import EngineMain, LocalEngines, require_descriptors
 from serving.engine.liveness import WatchedTime, node_beat_s, node_silent_s
@@ -42,6 +44,7 @@ from serving.engine.wire.rendezvous import (
     Run,
     claim_node,
     connect_store,
+    first_line,
     join_run,
     post_node,
 )
@@ -189,6 +192,9 @@ def _join(place: Place, options: EngineOptions) -> tuple[Run, EngineOptions]:
             run, settled = join_run(store, options)
             claim_node(run, options.node_rank)
             joined.set_result((run, settled))
+        except dist.DistError as error:
+            what = f"node 0 at {options.master_addr} has left while this node joined it ({first_line(error)})."
+            joined.set_exception(UBatchError(f"{what} Its log says why."))
         except BaseException as error:
             joined.set_exception(error)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from serving import fork_server
 from serving.engine.kept import KeptOfRank
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.liveness import Liveness
@@ -33,6 +34,10 @@ _logger = logging.getLogger(__name__)
 _TELLING_S, _LOOK_S = 3.0, 0.02
 """How long other nodes may take to tell what their ranks were doing, and how often to look, in seconds. A node's
 supervisor reads messages every two seconds at the latest."""
+
+
+_FORKING_S = 10.0
+"""How long the process that forks ranks may take to do so when the run ends meanwhile, in seconds."""
 
 
 class RunFailed(UBatchError):
@@ -99,7 +104,10 @@ class EngineRun:
         self._tasks += [asyncio.create_task(work) for work in (self.receive(), self.liveness.watch())]
         # In a thread: the process that forks them may have to be started, and imports for seconds.
         self._starting = asyncio.ensure_future(asyncio.to_thread(LocalEngines, self._options, place, main, kept))
-        self._engines = engines = await asyncio.shield(self._starting)
+        await asyncio.wait([self._starting, self.all_ready], return_when=asyncio.FIRST_COMPLETED)
+        if not self._starting.done():
+            await self.all_ready  # which has failed: the process that forks them does not answer
+        self._engines = engines = self._starting.result()
         self._watched = dict(engines.sentinels)
         for rank, sentinel in self._watched.items():
             loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
@@ -112,6 +120,9 @@ class EngineRun:
             timeout_s: how long they may take before they are killed, in seconds.
             failure: why; told to the other nodes, whose ranks then end without being failures of their own.
             again: another run follows, which they may join.
+
+        Raises:
+            UBatchError: a process was killed and does not end.
         """
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(timeout_s, failure, again))
@@ -126,12 +137,24 @@ class EngineRun:
         self._send_posted()
         for sentinel in self._watched.values():
             asyncio.get_running_loop().remove_reader(sentinel)
-        if self._starting is not None:
-            (engines,) = await asyncio.gather(self._starting, return_exceptions=True)
-            if isinstance(engines, LocalEngines):
-                if timeout_s:
-                    await asyncio.to_thread(engines.join, timeout_s)
-                await asyncio.to_thread(engines.kill)
+        try:
+            await self._end_engines(timeout_s)
+        finally:
+            await self._close()
+
+    async def _end_engines(self, timeout_s: float) -> None:
+        if self._starting is None:
+            return
+        await asyncio.wait([self._starting], timeout=_FORKING_S)
+        if not self._starting.done():
+            await asyncio.to_thread(fork_server.abandon)
+        (engines,) = await asyncio.gather(self._starting, return_exceptions=True)
+        if isinstance(engines, LocalEngines):
+            if timeout_s:
+                await asyncio.to_thread(engines.join, timeout_s)
+            await asyncio.to_thread(engines.kill)
+
+    async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

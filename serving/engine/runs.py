@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from serving.engine.wire import messages as wire
 from serving.logs import log_event
 from serving.network import numeric_address
 from serving.requests import EngineDead
+from ubatch import UBatchError
 
 _logger = logging.getLogger(__name__)
 
@@ -108,7 +110,10 @@ class EngineRuns:
         if self._work is not None:
             self._work.cancel()
             await asyncio.gather(self._work, return_exceptions=True)
-        await self.run.end(timeout_s)
+        try:
+            await self.run.end(timeout_s)
+        except UBatchError as error:
+            log_event(_logger, "engines do not end", level=logging.ERROR, error=error)
         for kept in self._kept.values():
             kept.close()
 
@@ -189,4 +194,8 @@ class EngineRuns:
         self.dead, self.pause = error, None
         log_event(_logger, "engine dead", level=logging.ERROR, rank=rank, error=error)
         self._owner.given_up(error)
-        self._work = asyncio.create_task(self.run.end(_DEAD_S, str(error)))
+        self._work = asyncio.create_task(self._end_last(str(error)))
+
+    async def _end_last(self, failure: str) -> None:
+        with suppress(UBatchError):  # said by `close`
+            await self.run.end(_DEAD_S, failure)

@@ -75,6 +75,7 @@ def make_runner(
 
 def _kept_start(options: EngineOptions, rank: int, memory: SharedMemory) -> KeptStart:
     draft = None if options.speculation is None else options.speculation.draft_model_path
+    options = replace(options, master_addr="", master_port=0)  # the next run of ranks may have another
     files = describe_files(options.model, draft)
     start = KeptStart(
         memory.fd, f"{__version__} rank {rank} of {options} on {torch.get_num_threads()} threads: {files}"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -93,7 +94,7 @@ def connect_store(place: Place) -> Store:
         return dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
     except RuntimeError as error:
         at = f"{place.host}:{place.port}"
-        raise UBatchError(f"node 0 does not answer at {at} ({_first_line(error)}). Is it running?") from error
+        raise UBatchError(f"node 0 does not answer at {at} ({first_line(error)}). Is it running?") from error
 
 
 def announce_network(options: EngineOptions) -> None:
@@ -171,13 +172,14 @@ def join_run(store: Store, options: EngineOptions) -> tuple[Run, EngineOptions]:
         raise _other_secret(error, f"node {options.node_rank}", "node 0") from error
     except dist.DistError as error:
         raise UBatchError(
-            f"node 0 at {options.master_addr} has not begun its run ({_first_line(error)}). Does the same command "
+            f"node 0 at {options.master_addr} has not begun its run ({first_line(error)}). Does the same command "
             f"with --node-rank 0, of the same version, still run there, or does something else use its port?"
         ) from error
     try:
         require_same_shape(options, shape, 0)
     except ConfigError as error:
-        said.set(_MISFIT, str(error))  # node 0 may not expect this node, and would not look at its settings
+        with suppress(dist.DistError):  # it ends for the same reason
+            said.set(_MISFIT, str(error))  # node 0 may not expect this node, and would not look at its settings
         raise
     return Run(store, secret, name, address), settle_dtype(options, shape)
 
@@ -260,5 +262,5 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0].rstrip(".")

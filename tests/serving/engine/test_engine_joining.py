@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 from children import exit_code, in_child
 from engine_mains import tiny
 
@@ -80,3 +81,14 @@ def test_a_node_that_is_ended_while_it_waits_leaves_no_folder(monkeypatch: pytes
     os.kill(child, signal.SIGTERM)
     assert exit_code(child) == -signal.SIGTERM
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", ["post_node", "claim_node"])
+def test_a_node_0_that_leaves_while_a_node_joins_is_named(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run has failed, and the next one can be joined: a node that is started again ended with a traceback."""
+    monkeypatch.setattr(node, "connect_store", Mock())
+    monkeypatch.setattr(node, "post_node", Mock())
+    monkeypatch.setattr(node, "join_run", Mock(return_value=(Mock(), node_1(0))))
+    monkeypatch.setattr(node, step, Mock(side_effect=dist.DistNetworkError("Connection reset by peer")))
+    with pytest.raises(UBatchError, match=r"^node 0 at 127\.0\.0\.1 has left .* \(Connection reset by peer\)"):
+        node._join(Mock(), node_1(0))

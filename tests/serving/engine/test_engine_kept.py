@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from engine_mains import run_telling_engine, tiny, tokens_of
@@ -14,6 +16,7 @@ from model_runner import SamplingParams
 from serving.engine import EngineClient, EngineOptions
 from serving.engine.kept import KeptOfRank
 from serving.engine.launch import LocalEngines
+from serving.engine.rank import build
 
 pytestmark = pytest.mark.ranks
 
@@ -54,3 +57,14 @@ def test_the_next_ranks_attach_and_answer_alike(way: str, kept: Any, tmp_path: P
     first, second = (asyncio.run(outputs(options)) for _ in range(2))
     assert first == second
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["False\nTrue\n"] * 2
+
+
+def test_what_is_kept_is_found_again_at_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 starts its ranks again at the number of its name, as the name may be gone with the network."""
+    made = Mock(return_value=Mock(measured={}))
+    monkeypatch.setattr(build, "KeptStart", made)
+    for address, port in (("node-0", 29500), ("10.0.0.1", 29501)):
+        build._kept_start(replace(tiny(), master_addr=address, master_port=port), 0, Mock())
+    build._kept_start(tiny(dtype="bfloat16"), 0, Mock())
+    first, second, other = (call.args[1] for call in made.call_args_list)
+    assert first == second != other

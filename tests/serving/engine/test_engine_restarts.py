@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -20,13 +21,15 @@ from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, 
 from engine_served import PARAMS, PROMPTS, Served
 
 from model_runner import SamplingParams
-from serving.engine import EngineClient, EngineOptions
+from serving import fork_server
+from serving.engine import EngineClient, EngineOptions, liveness, run
+from serving.engine.launch import LocalEngines
 from serving.engine.options import RestartLimits
 from serving.engine.rank.process import run_engine
 from serving.engine.run_host import RunHost
 from serving.engine.wire.rendezvous import Place
 from serving.requests import EngineDead, EngineRestarting, PoisonousRequest, RequestInput
-from ubatch import UBatchConfig
+from ubatch import UBatchConfig, UBatchError
 
 pytestmark = pytest.mark.ranks
 
@@ -229,6 +232,55 @@ def test_whatever_keeps_engines_from_starting_again_ends_the_run(monkeypatch: py
             await running
         assert str(await client.wait_dead()).startswith("engines cannot be started again")
         assert client.pause is None
+
+    served.run(scenario())
+    served.close()
+
+
+def test_a_process_that_is_killed_and_does_not_end_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a driver: for ever, and everybody waited for it, while `/live` said that all was well."""
+    served = Served(restarting())
+    client, kill = served.client, LocalEngines.kill
+    stuck = "rank 0 (process 7, in state D) was killed and does not end."
+
+    def kill_in_vain(engines: LocalEngines) -> None:
+        kill(engines)
+        raise UBatchError(stuck)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(one_after_the_other(client))
+        monkeypatch.setattr(LocalEngines, "kill", kill_in_vain)
+        await kill_one(client)
+        with pytest.raises(EngineDead, match=re.escape(f"engines cannot be started again: {stuck}")):
+            await running
+        assert client.pause is None
+
+    served.run(scenario())
+    served.close()
+
+
+def test_a_process_that_forks_ranks_and_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start waited for it for ever, and so did its end."""
+    served = Served(restarting())
+    client, stopped, start = served.client, list[int](), LocalEngines.__init__
+    monkeypatch.setattr(liveness, "_LEAST_START_S", 1.0)
+    monkeypatch.setattr(liveness, "_START_SILENCES", 0)
+    monkeypatch.setattr(run, "_FORKING_S", 0.5)
+
+    def stop_and_start(*args: Any) -> None:
+        if not stopped:
+            stopped.append(fork_server.begin()._process.pid)  # type: ignore[attr-defined]
+            os.kill(stopped[0], signal.SIGSTOP)
+        else:
+            monkeypatch.setattr(liveness, "_LEAST_START_S", 60.0)
+        start(*args)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(LocalEngines, "__init__", stop_and_start)
+        await kill_one(client)
+        assert len(await tokens_of(client, "a", PROMPTS[0], LONGER[0])) == LONGER[0].max_tokens
+        assert {reason: count for reason, count in client.restarts.items() if count} == {"killed": 1, "hung": 1}
+        assert not is_alive(stopped[0])
 
     served.run(scenario())
     served.close()

@@ -36,8 +36,7 @@ SECTIONS: Mapping[str, Callable[[Setting], Found]] = {
 }
 _VARIETY = 4
 """Requests that are made for each that runs at a time."""
-_COST_S = 20.0
-_QUICK = Sizes(kills=2, configurations=1, pauses=1, blocks=2, cost_s=2.0, soak_s=6.0, every_s=3.0)
+_QUICK = Sizes(kills=2, configurations=1, pauses=1, blocks=2, soak_s=6.0, every_s=3.0)
 
 
 class Options(ReportOptions):
@@ -69,7 +68,7 @@ class Options(ReportOptions):
     def sizes(self) -> Sizes:
         if self.quick:
             return _QUICK
-        return Sizes(self.kills, 5, self.pauses, self.blocks, _COST_S, 60 * self.minutes, self.every_s)
+        return Sizes(self.kills, 5, self.pauses, self.blocks, 60 * self.minutes, self.every_s)
 
 
 def run(options: Options) -> int:

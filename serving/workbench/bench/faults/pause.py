@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import calendar
+import os
 import random
 import re
 import tempfile
@@ -12,9 +13,10 @@ import time
 import timeit
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -26,11 +28,11 @@ from serving.workbench.bench.faults.load import Load, kill, running_load
 from serving.workbench.bench.faults.referee import Tally
 from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, UNLIMITED, Found, Setting
 from serving.workbench.bench.faults.victims import Footprint, Subject, footprint, subject
-from serving.workbench.bench.peers.process import cpu_seconds
-from serving.workbench.bench.server.load import read_metrics, token_pool
+from serving.workbench.bench.peers.process import cpu_seconds, wait_for_rest
+from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.server.offline import make_served_model
-from serving.workbench.bench.server.requests import GREEDY
-from serving.workbench.bench.statistics import bootstrap, paired, table
+from serving.workbench.bench.server.requests import GREEDY, greedy_tasks, send_and_check
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, table
 from ubatch import UBatchError
 
 _MOST_PAUSE, _LEAST_THROUGHPUT = 0.5, 0.99
@@ -39,7 +41,7 @@ _ERROR = re.compile(r"^(\S+ \S+)\.(\d{3}) ERROR +api ", re.MULTILINE)
 _SETTLE_S = 2.0
 _LOOK_S = 0.01
 _FEW = 16
-_COST_REQUESTS, _COST_TOKENS, _RECORDS = 64, 64, 200
+_COST_REQUESTS, _COST_TOKENS, _TURNS, _RECORDS = 64, 32, 4, 200
 _PROCESSOR = ", processor"
 _ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
 
@@ -142,70 +144,70 @@ def tokens_after(streams: Sequence[Sequence[float]], since: float) -> list[float
 
 
 def run_cost(setting: Setting) -> Found:
-    """Pairs of servers, one of which may restart its engines, both under the same load at the same time.
+    """Pairs of servers, one of which may restart its engines; one server at a time has a load.
 
-    What else the machine does slows down both then; loads in turns scatter by 17%. They compete for its cores, so that
-    the one that needs less of them for a token is faster. Every block has new servers: each measures which kernels are
-    fastest when it starts, and its choice may differ from another's by more than a restart costs. What restarts add to
-    every step, its record, is timed alone, too.
+    All processes of a server share a core, and the client has the others: what restarts cost in any of them makes the
+    server slower, and no threads wait for each other, which scatters turns by 17%. Every block has new servers: each
+    measures which kernels are fastest when it starts, and its choice may differ from another's by more than a restart
+    costs. What restarts add to every step, its record, is timed alone, too.
     """
     found: dict[str, list[float]] = defaultdict(list)
     arms = [("on", _ON), ("off", _OFF)]
     for block in range(setting.sizes.blocks):
-        with ExitStack() as stack:
-            servers = {
-                name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
-                for name, flag in (arms if block % 2 else arms[::-1])
-            }
-            for name, figure in asyncio.run(_side_by_side(servers, setting.sizes.cost_s)).items():
-                found[name].append(figure)
-    ratio = paired(found["on"], found["off"])
+        for name, values in _pair(setting, dict(arms if block % 2 else arms[::-1])).items():
+            found[name].append(fmean(values))
+    ratio = paired(found["off"], found["on"])
     processor = paired(found[f"on{_PROCESSOR}"], found[f"off{_PROCESSOR}"])
-    record_s, step_s = time_record(_COST_REQUESTS), _COST_REQUESTS * median(found[f"off{_PROCESSOR}"])
+    tokens, record_s = _COST_REQUESTS * _COST_TOKENS, time_record(_COST_REQUESTS)
+    step_s = median(found["off"]) / _COST_TOKENS
     for name in ("on", "off"):
-        each_us = bootstrap([1e6 * each for each in found[f"{name}{_PROCESSOR}"]])
-        print(f"  {name:4} {bootstrap(found[name]):.0f} tokens/s, {each_us:.0f} us of processors for one")
+        print(f"  {name:4} {bootstrap([tokens / each for each in found[name]]):.0f} tokens/s")
     print(f"  throughput, on over off                {ratio:.3f}")
-    print(f"  processor time of a token, likewise    {processor:.3f}")
-    share = f"{record_s / step_s:.2%} of a step's processor time"
-    print(f"  a step's record, alone                 {1e6 * record_s:.1f} us, {share}", flush=True)
+    print(f"  the server's processor time, likewise  {processor:.3f}")
+    print(
+        f"  a step's record, alone                 {1e6 * record_s:.1f} us, {record_s / step_s:.2%} of a step",
+        flush=True,
+    )
     faults = (
         [f"cost: throughput with restarts is {ratio:.3f} of that without"] if ratio.median < _LEAST_THROUGHPUT else []
     )
-    figures = {"tokens_per_s": found, "ratio": ratio, "processor": processor, "record_s": record_s, "step_s": step_s}
+    figures = {"seconds": found, "ratio": ratio, "processor": processor, "record_s": record_s, "step_s": step_s}
     return Found(figures, faults)
 
 
-async def _side_by_side(servers: Mapping[str, Subject], seconds: float) -> dict[str, float]:
-    """Tokens per second of each server, and seconds of processors for a token."""
-    pool, rng = await token_pool(servers["on"].server), random.Random(0)
-    fields = {"max_tokens": _COST_TOKENS, **GREEDY}
-    requests = [Asked("plain", tuple(rng.choices(pool, k=32)), False, fields) for _ in range(_COST_REQUESTS)]
-    async with AsyncExitStack() as stack:
-        loads = [
-            await stack.enter_async_context(running_load(each, requests, len(requests), wait=False))
-            for each in servers.values()
-        ]
-        await asyncio.sleep(_SETTLE_S)
-        before = await asyncio.gather(*map(_work_done, servers.values()))
-        await asyncio.sleep(seconds)
-        after = await asyncio.gather(*map(_work_done, servers.values()))
-    found: dict[str, float] = {}
-    for name, load, begin, end in zip(servers, loads, before, after, strict=True):
-        took, tokens, used = (late - early for early, late in zip(begin, end, strict=True))
-        errors = [answer.error for _, answer in load.answers if answer.error is not None]
-        if errors or not tokens:
-            raise UBatchError(f"a server has answered {tokens:g} tokens, and: {errors[:1]}.")
-        found |= {name: tokens / took, f"{name}{_PROCESSOR}": used / tokens}
-    return found
+def _pair(setting: Setting, flags: Mapping[str, str]) -> Mapping[str, list[float]]:
+    """Seconds of each turn, by server; and those of processors."""
+    with ExitStack() as stack, _one_core() as apart:
+        servers = {
+            name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
+            for name, flag in flags.items()
+        }
+        apart()
+        pool = asyncio.run(token_pool(servers["on"].server))
+        rng = random.Random(0)
+        prompts = [rng.choices(pool, k=32) for _ in range(_COST_REQUESTS)]
+        sessions = [each.pid for each in servers.values()]
+        arms = {name: partial(_visit, name, each, prompts, sessions) for name, each in servers.items()}
+        return interleave_arms(arms, _TURNS, label="turns")
 
 
-async def _work_done(server: Subject) -> tuple[float, float, float]:
-    """The time, tokens generated so far, and seconds of processors; the time is halfway through the question."""
-    begun, used = time.perf_counter(), cpu_seconds([server.pid])
-    samples = await read_metrics(server.server)
-    tokens = sum(each.value for each in samples if each.name == "vllm:generation_tokens_total")
-    return fmean([begun, time.perf_counter()]), tokens, fmean([used, cpu_seconds([server.pid])])
+@contextmanager
+def _one_core() -> Iterator[Callable[[], None]]:
+    """What is started in the block has one core, until it calls the function: then it has the others."""
+    cores = os.sched_getaffinity(0)
+    core = max(cores)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield lambda: os.sched_setaffinity(0, cores - {core} or cores)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _visit(name: str, server: Subject, prompts: list[list[int]], sessions: list[int]) -> dict[str, float]:
+    wait_for_rest(sessions)
+    used, begun = cpu_seconds([server.pid]), time.perf_counter()
+    asyncio.run(send_and_check(server.server, greedy_tasks(prompts, _COST_TOKENS)))
+    return {name: time.perf_counter() - begun, f"{name}{_PROCESSOR}": cpu_seconds([server.pid]) - used}
 
 
 def time_record(requests: int) -> float:

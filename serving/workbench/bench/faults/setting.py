@@ -27,7 +27,6 @@ class Sizes:
     Attributes:
         configurations: how many of the kills' configurations.
         blocks: pairs of servers of `cost`.
-        cost_s: seconds of each.
         soak_s, every_s: seconds of `soak`, and between two of its kills.
     """
 
@@ -35,7 +34,6 @@ class Sizes:
     configurations: int
     pauses: int
     blocks: int
-    cost_s: float
     soak_s: float
     every_s: float
 
