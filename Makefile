@@ -113,8 +113,9 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench abuse examples/models/tiny-moe --json $(RESULTS)/abuse.json
 	$(BIN)/ubatch bench fairness examples/models/tiny-moe --json $(RESULTS)/fairness.json
 	$(BIN)/ubatch bench faults examples/models/tiny-chat --only kill others poison limit pause nodes --kills 50 --json $(RESULTS)/faults.json
+	$(BIN)/ubatch bench faults examples/models/tiny-chat --only kill --kills 10 --dtype bfloat16 --json $(RESULTS)/faults-bfloat16.json
 	$(BIN)/ubatch bench faults examples/models/tiny-chat --only soak --minutes 20 --every-s 60 --json $(RESULTS)/faults-soak.json
-	$(BIN)/ubatch bench faults examples/models/tiny-chat --only cost --blocks 20 --json $(RESULTS)/faults-cost.json
+	$(BIN)/ubatch bench faults examples/models/tiny-chat --only cost --blocks 15 --json $(RESULTS)/faults-cost.json
 	$(BIN)/ubatch bench structured --json $(RESULTS)/structured.json
 	$(BIN)/ubatch bench eplb --json $(RESULTS)/eplb.json
 	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json

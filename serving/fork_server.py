@@ -74,10 +74,14 @@ class ForkServer:
         connection: the caller's end of the socket between them.
         process: the server's.
         environ: the variables that it was started with; None if it forks for any.
+
+    Attributes:
+        abandoned: whether it was ended because it did not answer.
     """
 
     def __init__(self, connection: socket.socket, process: _Child, environ: Mapping[str, str] | None) -> None:
         self._connection, self._process, self._environ = connection, process, environ
+        self.abandoned = False
         self._end = weakref.finalize(self, _end, connection, process)
 
     @classmethod
@@ -144,6 +148,7 @@ def abandon() -> None:
     with _changing:
         server, _current = _current, None
     if server is not None:
+        server.abandoned = True
         server.close()
 
 
@@ -218,6 +223,8 @@ class _Forked(popen_forkserver.Popen):
             self._ask(data.getbuffer())
         except (OSError, EOFError):  # the server has ended just now
             self.close()
+            if self._server.abandoned:
+                raise CannotFork("the process that starts ranks does not answer.") from None
             try:
                 self._ask(data.getbuffer())
             except (OSError, EOFError) as error:

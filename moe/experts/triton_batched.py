@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -293,7 +293,7 @@ class TritonBatchedExperts(FusedExperts):
         """Run both GEMMs with row tiles of this size."""
         rows, up_config = self._multiply_up(work, tile, cuts)
         share, alike = cuts.share, partial(cuts.cut_alike.__getitem__, tile.rows)
-        rows_alike = Kept(lambda config: self._up(alike(), config, share))
+        rows_alike: Kept[GemmConfig, Rows] = Kept(lambda config: self._up(alike(), config, share))
         down_config = self._choose(
             "down",
             tile,

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -104,7 +105,8 @@ class EngineRun:
         self._tasks += [asyncio.create_task(work) for work in (self.receive(), self.liveness.watch())]
         # In a thread: the process that forks them may have to be started, and imports for seconds.
         self._starting = asyncio.ensure_future(asyncio.to_thread(LocalEngines, self._options, place, main, kept))
-        await asyncio.wait([self._starting, self.all_ready], return_when=asyncio.FIRST_COMPLETED)
+        both: list[asyncio.Future[Any]] = [self._starting, self.all_ready]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not self._starting.done():
             await self.all_ready  # which has failed: the process that forks them does not answer
         self._engines = engines = self._starting.result()

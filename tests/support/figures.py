@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ def computed() -> dict[str, Any]:
     assert not abuse["faults"]
     faults = results("faults")
     assert not faults["faults"]
-    answers = [configuration["answers"] for configuration in faults["kill"]]
+    nodes = faults["nodes"]["healed"]
+    assert [each["restarts"] for each in nodes] == [1] * len(nodes)
     return {
         **{"few": experts["results"]["64"], "many": experts["results"]["2048"], "offline": offline["generate"]},
         "host_ms": statistics.median(results("engine-scheduler")["scheduler"]["arms_ms"]["host"]),
@@ -116,15 +117,23 @@ def computed() -> dict[str, Any]:
             "waits_s": [wait for window in windows for wait in window["waits_s"]],
         },
         "killed": {
-            **{name: sum(each[name] for each in answers) for name in ("requests", "lost", "wrong", "excused")},
-            "kills": sum(configuration["kills"] for configuration in faults["kill"]),
+            **killed(faults["kill"]),
             "pause_s": statistics.median(statistics.median(each["streams"]) for each in faults["pause"]["pauses"]),
             "start_s": statistics.median(faults["pause"]["starts_s"]),
             "others": sum(way["others"]["equal"] for way in faults["poison"]),
             "poisoned": len(faults["poison"]),
         },
+        "rounded": killed(results("faults-bfloat16")["kill"]),
+        "resident_mb": [each["resident"] / 1e6 for each in results("faults-soak")["soak"]["series"]],
         "gpu": {
             name: {each["what"]: each["value"] for each in of["figures"]}
             for name, of in results("gpu")["sections"].items()
         },
     }
+
+
+def killed(configurations: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Kills of all configurations, and what became of the answers."""
+    answers = [each["answers"] for each in configurations]
+    found = {name: sum(each[name] for each in answers) for name in ("requests", "lost", "wrong", "excused")}
+    return {"kills": sum(each["kills"] for each in configurations), **found}

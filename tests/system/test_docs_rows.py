@@ -93,12 +93,30 @@ ROWS: Mapping[str, str] = {
         "{killed[kills]} kills: {killed[lost]} of {killed[requests]} answers lost, {killed[wrong]} with another text, "
         "{killed[excused]} that differ where rounding decides"
     ),
+    "engines killed in bfloat16": (
+        "{rounded[kills]} kills: {rounded[lost]} of {rounded[requests]} answers lost, {rounded[wrong]} with another "
+        "text, {rounded[excused]} that differ where rounding of float32 would decide, too"
+    ),
+    "a rank that is stopped": (
+        "{faults[others][answers][lost]} of {faults[others][answers][requests]} answers lost, "
+        "{faults[others][answers][wrong]} with another text; noticed after {faults[others][faults][0][noticed_s]:.1f} "
+        "s, {faults[others][faults][1][noticed_s]:.1f} s, {faults[others][faults][3][noticed_s]:.1f} s, "
+        "{faults[others][faults][2][noticed_s]:.1f} s, and healthy again after "
+        "{faults[others][faults][0][again_s]:.1f} s, {faults[others][faults][1][again_s]:.1f} s, "
+        "{faults[others][faults][3][again_s]:.1f} s, {faults[others][faults][2][again_s]:.1f} s"
+    ),
+    "two machines": (
+        "{faults[nodes][answers][lost]} of {faults[nodes][answers][requests]} answers lost, "
+        "{faults[nodes][answers][wrong]} with another text; a link that is not healed ends both by name, after "
+        "{faults[nodes][ended_s]:.1f} s"
+    ),
+    "one failure more": "{faults[limit][kills]} kills end it with status {faults[limit][ended][status]} and by name",
     "a kill a minute": (
         "{faults-soak[soak][kills]} kills: {faults-soak[soak][answers][lost]} of "
         "{faults-soak[soak][answers][requests]} answers lost, {faults-soak[soak][answers][wrong]} with another text; "
         "{faults-soak[soak][series][0][threads]} threads of the API process at first, "
         "{faults-soak[soak][series][19][threads]} at last; {faults-soak[soak][series][0][descriptors]} descriptors, "
-        "{faults-soak[soak][series][19][descriptors]}"
+        "{faults-soak[soak][series][19][descriptors]}; {resident_mb[0]:.1f} MB of memory, {resident_mb[19]:.1f}"
     ),
     "a stream's pause": "{killed[pause_s]:.2f} s, {faults[pause][ratio]:.2f} of the {killed[start_s]:.1f} s of a start",
     "a request that kills": "it alone ends, in {killed[poisoned]} ways; {killed[others]} others have their texts",

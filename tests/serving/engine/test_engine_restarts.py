@@ -271,8 +271,7 @@ def test_a_process_that_forks_ranks_and_does_not_answer_is_replaced(monkeypatch:
         if not stopped:
             stopped.append(fork_server.begin()._process.pid)  # type: ignore[attr-defined]
             os.kill(stopped[0], signal.SIGSTOP)
-        else:
-            monkeypatch.setattr(liveness, "_LEAST_START_S", 60.0)
+            monkeypatch.setattr(liveness, "_LEAST_START_S", 60.0)  # of the next start
         start(*args)
 
     async def scenario() -> None:
