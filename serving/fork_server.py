@@ -74,14 +74,10 @@ class ForkServer:
         connection: the caller's end of the socket between them.
         process: the server's.
         environ: the variables that it was started with; None if it forks for any.
-
-    Attributes:
-        abandoned: whether it was ended because it did not answer.
     """
 
     def __init__(self, connection: socket.socket, process: _Child, environ: Mapping[str, str] | None) -> None:
         self._connection, self._process, self._environ = connection, process, environ
-        self.abandoned = False
         self._end = weakref.finalize(self, _end, connection, process)
 
     @classmethod
@@ -142,16 +138,6 @@ def use(server: ForkServer | None) -> None:
     _current = server
 
 
-def abandon() -> None:
-    """End the server, which does not answer, and its processes. The next start begins another one."""
-    global _current
-    with _changing:
-        server, _current = _current, None
-    if server is not None:
-        server.abandoned = True
-        server.close()
-
-
 os.register_at_fork(after_in_child=lambda: use(None))  # a child would share its parent's connection
 
 
@@ -171,8 +157,11 @@ class ForkedProcess(BaseProcess):
         return _Forked(process)
 
     def release(self) -> None:
-        """Close its descriptors, once it has ended and nobody waits for its `sentinel`. Its exit status stays known."""
+        """Close its descriptors, once it has ended, or has been killed and does not end, and nobody waits for its
+        `sentinel`. Its exit status stays known."""
         if self._popen is not None:  # type: ignore[attr-defined]
+            if self._popen.returncode is None:  # type: ignore[attr-defined]
+                self._popen.returncode = -signal.SIGKILL  # type: ignore[attr-defined]  # nobody waits for it, at exit either
             self._popen.close()  # type: ignore[attr-defined]
 
 
@@ -223,8 +212,6 @@ class _Forked(popen_forkserver.Popen):
             self._ask(data.getbuffer())
         except (OSError, EOFError):  # the server has ended just now
             self.close()
-            if self._server.abandoned:
-                raise CannotFork("the process that starts ranks does not answer.") from None
             try:
                 self._ask(data.getbuffer())
             except (OSError, EOFError) as error:

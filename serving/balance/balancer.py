@@ -148,6 +148,7 @@ class Balancer:
             except Exception:  # an error of the planner is no reason to serve no more
                 _logger.exception("no placement could be planned: experts stay where they are")
                 self.failed[UNPLANNED] += 1
+                self._steps = 0
             else:
                 if self._book.placement is placement and not self.moving:  # else engines were started again
                     self._decided(decision, reason, final=len(windows) >= PARTS or reason is not MoveReason.FALLEN)

@@ -140,9 +140,14 @@ class LocalEngines:
             UBatchError: one does not end.
         """
         atexit.unregister(self.kill)
-        left = kill(self._processes.values())
+        left = [
+            f"{each.name} (process {each.pid}, in state {process_state(each.pid)})"
+            for each in kill(self._processes.values())
+        ]
         for process in self._processes.values():
             process.release()
         if left:
-            what = f"{left[0].name} (process {left[0].pid}, in state {process_state(left[0].pid)}) was killed and does"
-            raise UBatchError(f"{what} not end: it waits for a driver or a disk, and may hold memory of a device.")
+            raise UBatchError(
+                f"{', '.join(left)} was killed and does not end. It waits for a driver or a disk, and may hold memory "
+                f"of a device; in state Z, the process that has forked it does not answer."
+            )

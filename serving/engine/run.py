@@ -15,11 +15,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
-from serving import fork_server
 from serving.engine.kept import KeptOfRank
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.liveness import Liveness
@@ -35,10 +33,6 @@ _logger = logging.getLogger(__name__)
 _TELLING_S, _LOOK_S = 3.0, 0.02
 """How long other nodes may take to tell what their ranks were doing, and how often to look, in seconds. A node's
 supervisor reads messages every two seconds at the latest."""
-
-
-_FORKING_S = 10.0
-"""How long the process that forks ranks may take to do so when the run ends meanwhile, in seconds."""
 
 
 class RunFailed(UBatchError):
@@ -105,11 +99,7 @@ class EngineRun:
         self._tasks += [asyncio.create_task(work) for work in (self.receive(), self.liveness.watch())]
         # In a thread: the process that forks them may have to be started, and imports for seconds.
         self._starting = asyncio.ensure_future(asyncio.to_thread(LocalEngines, self._options, place, main, kept))
-        both: list[asyncio.Future[Any]] = [self._starting, self.all_ready]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not self._starting.done():
-            await self.all_ready  # which has failed: the process that forks them does not answer
-        self._engines = engines = self._starting.result()
+        self._engines = engines = await asyncio.shield(self._starting)
         self._watched = dict(engines.sentinels)
         for rank, sentinel in self._watched.items():
             loop.add_reader(sentinel, self._exited, engines, rank, sentinel)
@@ -140,21 +130,14 @@ class EngineRun:
         for sentinel in self._watched.values():
             asyncio.get_running_loop().remove_reader(sentinel)
         try:
-            await self._end_engines(timeout_s)
+            if self._starting is not None:
+                (engines,) = await asyncio.gather(self._starting, return_exceptions=True)
+                if isinstance(engines, LocalEngines):
+                    if timeout_s:
+                        await asyncio.to_thread(engines.join, timeout_s)
+                    await asyncio.to_thread(engines.kill)
         finally:
             await self._close()
-
-    async def _end_engines(self, timeout_s: float) -> None:
-        if self._starting is None:
-            return
-        await asyncio.wait([self._starting], timeout=_FORKING_S)
-        if not self._starting.done():
-            await asyncio.to_thread(fork_server.abandon)
-        (engines,) = await asyncio.gather(self._starting, return_exceptions=True)
-        if isinstance(engines, LocalEngines):
-            if timeout_s:
-                await asyncio.to_thread(engines.join, timeout_s)
-            await asyncio.to_thread(engines.kill)
 
     async def _close(self) -> None:
         for task in self._tasks:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
+from serving import processes
 from serving.processes import check_parent, how_it_ended, kill
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -30,3 +32,11 @@ def test_those_that_run_are_killed_and_that_is_told() -> None:
     kill([running, ended, never])
     assert how_it_ended(running) == "was killed by SIGKILL"
     assert how_it_ended(ended) == "died with exit status 0"
+
+
+def test_one_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_KILLED_S", 0.1)
+    stuck = Mock(pid=7, exitcode=None)
+    assert kill([stuck]) == [stuck]
+    (limit_s,) = stuck.join.call_args.args
+    assert 0 < limit_s <= 0.1

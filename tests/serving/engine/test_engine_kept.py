@@ -63,6 +63,7 @@ def test_what_is_kept_is_found_again_at_another_address(monkeypatch: pytest.Monk
     """Node 0 starts its ranks again at the number of its name, as the name may be gone with the network."""
     made = Mock(return_value=Mock(measured={}))
     monkeypatch.setattr(build, "KeptStart", made)
+    monkeypatch.setattr(build, "remember_choices", Mock())
     for address, port in (("node-0", 29500), ("10.0.0.1", 29501)):
         build._kept_start(replace(tiny(), master_addr=address, master_port=port), 0, Mock())
     build._kept_start(tiny(dtype="bfloat16"), 0, Mock())

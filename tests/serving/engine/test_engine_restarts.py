@@ -21,8 +21,7 @@ from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, 
 from engine_served import PARAMS, PROMPTS, Served
 
 from model_runner import SamplingParams
-from serving import fork_server
-from serving.engine import EngineClient, EngineOptions, liveness, run
+from serving.engine import EngineClient, EngineOptions
 from serving.engine.launch import LocalEngines
 from serving.engine.options import RestartLimits
 from serving.engine.rank.process import run_engine
@@ -254,32 +253,6 @@ def test_a_process_that_is_killed_and_does_not_end_ends_the_run(monkeypatch: pyt
         with pytest.raises(EngineDead, match=re.escape(f"engines cannot be started again: {stuck}")):
             await running
         assert client.pause is None
-
-    served.run(scenario())
-    served.close()
-
-
-def test_a_process_that_forks_ranks_and_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start waited for it for ever, and so did its end."""
-    served = Served(restarting())
-    client, stopped, start = served.client, list[int](), LocalEngines.__init__
-    monkeypatch.setattr(liveness, "_LEAST_START_S", 1.0)
-    monkeypatch.setattr(liveness, "_START_SILENCES", 0)
-    monkeypatch.setattr(run, "_FORKING_S", 0.5)
-
-    def stop_and_start(*args: Any) -> None:
-        if not stopped:
-            stopped.append(fork_server.begin()._process.pid)  # type: ignore[attr-defined]
-            os.kill(stopped[0], signal.SIGSTOP)
-            monkeypatch.setattr(liveness, "_LEAST_START_S", 60.0)  # of the next start
-        start(*args)
-
-    async def scenario() -> None:
-        monkeypatch.setattr(LocalEngines, "__init__", stop_and_start)
-        await kill_one(client)
-        assert len(await tokens_of(client, "a", PROMPTS[0], LONGER[0])) == LONGER[0].max_tokens
-        assert {reason: count for reason, count in client.restarts.items() if count} == {"killed": 1, "hung": 1}
-        assert not is_alive(stopped[0])
 
     served.run(scenario())
     served.close()
