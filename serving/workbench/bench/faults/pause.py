@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import calendar
-import os
 import random
 import re
 import tempfile
@@ -13,8 +12,8 @@ import time
 import timeit
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from statistics import fmean, median
 
 from serving.engine.kept import SharedMemory
 from serving.engine.step_record import StepRecord
+from serving.workbench.bench.cores import on_cores, split_cores
 from serving.workbench.bench.faults.answers import Asked
 from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_series, trend
 from serving.workbench.bench.faults.load import Load, kill, running_load
@@ -177,30 +177,20 @@ def run_cost(setting: Setting) -> Found:
 
 def _pair(setting: Setting, flags: Mapping[str, str]) -> Mapping[str, list[float]]:
     """Seconds of each turn, by server; and those of processors."""
-    with ExitStack() as stack, _one_core() as apart:
-        servers = {
-            name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
-            for name, flag in flags.items()
-        }
-        apart()
+    one, others = split_cores()
+    with ExitStack() as stack:
+        with on_cores(one):
+            servers = {
+                name: stack.enter_context(setting.server(flag, "--no-enable-prefix-caching"))
+                for name, flag in flags.items()
+            }
+        stack.enter_context(on_cores(others))
         pool = asyncio.run(token_pool(servers["on"].server))
         rng = random.Random(0)
         prompts = [rng.choices(pool, k=32) for _ in range(_COST_REQUESTS)]
         sessions = [each.pid for each in servers.values()]
         arms = {name: partial(_visit, name, each, prompts, sessions) for name, each in servers.items()}
         return interleave_arms(arms, _TURNS, label="turns")
-
-
-@contextmanager
-def _one_core() -> Iterator[Callable[[], None]]:
-    """What is started in the block has one core, until it calls the function: then it has the others."""
-    cores = os.sched_getaffinity(0)
-    core = max(cores)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield lambda: os.sched_setaffinity(0, cores - {core} or cores)
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def _visit(name: str, server: Subject, prompts: list[list[int]], sessions: list[int]) -> dict[str, float]:

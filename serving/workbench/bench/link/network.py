@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from serving.workbench.bench.cores import on_cores
 from serving.workbench.bench.link.tunnel import Tunnel, carrier
 from ubatch import ConfigError
 
@@ -57,13 +58,8 @@ class Host:
     @contextmanager
     def pinned(self) -> Iterator[None]:
         """As `entered`; and all runs on this host's core."""
-        before = os.sched_getaffinity(0)
-        with self.entered():
-            os.sched_setaffinity(0, {self.core})
-            try:
-                yield
-            finally:
-                os.sched_setaffinity(0, before)
+        with self.entered(), on_cores({self.core}):
+            yield
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
+from serving.workbench.bench.cores import on_cores, split_cores
 from serving.workbench.bench.options import BlockOptions
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
 from ubatch import dbo_yield, get_schedule
@@ -53,7 +54,7 @@ def run(options: Options) -> int:
     print(f"outside a lane: dbo_yield {noop['dbo_yield']:.0f} ns, an empty Python function {noop['empty']:.0f} ns")
     settings: dict[str, dict[str, list[float]]] = {}
     for name, around, handoffs in (
-        ("pinned", _pinned, options.handoffs),
+        ("pinned", partial(on_cores, split_cores()[0]), options.handoffs),
         ("unpinned", nullcontext, options.handoffs),
         ("busy", _busy_thread, max(10, options.handoffs // 10)),
     ):
@@ -143,19 +144,6 @@ def _ring_us(kind: Callable[[], EventFdWakeUp | LockWakeUp | _EventWakeUp], hand
     for thread in threads:
         thread.join()
     return times[0] / handoffs * 1e6
-
-
-@contextmanager
-def _pinned() -> Iterator[None]:
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 @contextmanager
