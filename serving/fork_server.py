@@ -14,7 +14,8 @@ forks only for the environment that it was started in. A caller whose variables 
 for its imports.
 
 A server ends with its caller, and its processes with it, whoever is killed: the system kills a process whose server has
-ended (PR_SET_PDEATHSIG). After that the next start begins a new one.
+ended (PR_SET_PDEATHSIG). After that the next start begins a new one. A server that does not answer (it was stopped, or
+its disk hangs) fails a start, which names it; the next start begins a new one, too.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from serving.processes import is_readable
+from serving.processes import is_readable, is_writable, process_state
 from ubatch.errors import UBatchError
 
 PRELOADED = ("serving.engine.rank.process", "attention.backends.native", "attention.backends.torch", "moe.experts.cpu")
@@ -51,20 +53,33 @@ _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 _MOST_DESCRIPTORS = 64
+_IMPORTS_S, _ANSWERS_S = 300.0, 30.0
+"""How long a server may take to answer: the first time, when it imports from a cold disk, and later, in seconds."""
+_LOOK_S = 0.1
+"""How often whoever waits for the answer looks whether the start is abandoned, in seconds."""
+_ENDS_S = 5.0
+"""How long a server that was killed may take to end, in seconds."""
 
 
 class CannotFork(UBatchError):
-    """The server of forks ends at once; what it wrote to standard error says why."""
+    """The server of forks ends at once, and has written to standard error why; or it does not answer; or the start was
+    abandoned."""
 
 
 class _Child(Protocol):
     """The server's process, to whoever has started it."""
 
+    pid: int
+
     def kill(self) -> None:
         """Kill it."""
 
-    def wait(self) -> int:
-        """Wait for its end."""
+    def wait(self, timeout: float) -> int:
+        """Wait for its end, for up to `timeout` seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended.
+        """
 
 
 class ForkServer:
@@ -74,10 +89,14 @@ class ForkServer:
         connection: the caller's end of the socket between them.
         process: the server's.
         environ: the variables that it was started with; None if it forks for any.
+
+    Attributes:
+        answers_s: how long it may take to answer the next request, in seconds.
     """
 
     def __init__(self, connection: socket.socket, process: _Child, environ: Mapping[str, str] | None) -> None:
         self._connection, self._process, self._environ = connection, process, environ
+        self.answers_s = _IMPORTS_S
         self._end = weakref.finalize(self, _end, connection, process)
 
     @classmethod
@@ -103,17 +122,24 @@ class ForkServer:
     def usable(self) -> bool:
         """Whether it runs, and forks for this process's environment."""
         same = self._environ is None or self._environ == dict(os.environ)
-        return same and not is_readable(self._connection.fileno())  # the server never writes there: it can only end
+        if not same or not self._end.alive:
+            return False
+        return not is_readable(self._connection.fileno())  # the server never writes there: it can only end
 
     def close(self) -> None:
         """End the server, and its processes with it."""
         self._end()
 
+    def __str__(self) -> str:
+        pid = self._process.pid
+        return f"the process that starts ranks ({pid}, in state {process_state(pid)})"
+
 
 def _end(connection: socket.socket, process: _Child) -> None:
     connection.close()
     process.kill()  # it may still import
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # it waits for a disk
+        process.wait(_ENDS_S)
 
 
 _current: ForkServer | None = None
@@ -138,6 +164,13 @@ def use(server: ForkServer | None) -> None:
     _current = server
 
 
+def _give_up(server: ForkServer) -> None:
+    """Fork from another one from now on. This one ends with the last of its processes."""
+    with _changing:
+        if _current is server:
+            use(None)
+
+
 os.register_at_fork(after_in_child=lambda: use(None))  # a child would share its parent's connection
 
 
@@ -145,16 +178,35 @@ class ForkedProcess(BaseProcess):
     """A process that the server forks, see `multiprocessing.Process`; it ends with this one.
 
     `start` waits until the server has imported what it preloads; it raises `CannotFork` if it does not.
+
+    Args:
+        abandoned: while `start` waits, it looks whether this is set, and then raises `CannotFork`.
     """
 
     _start_method = "forkserver"
 
-    def __init__(self, *, target: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
+    def __init__(
+        self,
+        *,
+        target: Callable[..., object],
+        args: tuple[Any, ...],
+        name: str,
+        abandoned: threading.Event | None = None,
+    ) -> None:
         super().__init__(target=target, args=args, name=name, daemon=True)
+        self.abandoned = abandoned or threading.Event()
+
+    def __getstate__(self) -> Mapping[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "abandoned"}
 
     @staticmethod
     def _Popen(process: BaseProcess) -> _Forked:  # noqa: N802 - so multiprocessing calls it
         return _Forked(process)
+
+    def give_up_server(self) -> None:
+        """Fork from another server from now on: the one that has forked this process does not tell of its end."""
+        if self._popen is not None:  # type: ignore[attr-defined]
+            _give_up(self._popen.server)  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Close its descriptors, once it has ended, or has been killed and does not end, and nobody waits for its
@@ -196,6 +248,7 @@ class _Forked(popen_forkserver.Popen):
     """The caller's side of a process; `multiprocessing` calls it.
 
     Attributes:
+        server: what it is forked by.
         sentinel: its end of a pipe, in which the server writes the process's id, and its exit status at the end.
     """
 
@@ -209,27 +262,49 @@ class _Forked(popen_forkserver.Popen):
         finally:
             set_spawning_popen(None)
         try:
-            self._ask(data.getbuffer())
-        except (OSError, EOFError):  # the server has ended just now
-            self.close()
             try:
-                self._ask(data.getbuffer())
-            except (OSError, EOFError) as error:
-                raise CannotFork(f"the process that starts ranks has ended: {error}.") from error
+                self._ask(data.getbuffer(), process.abandoned)  # type: ignore[attr-defined]
+            except (OSError, EOFError):  # the server has ended just now
+                self.close()
+                self._ask(data.getbuffer(), process.abandoned)  # type: ignore[attr-defined]
+        except (OSError, EOFError) as error:
+            self.close()
+            raise CannotFork(f"the process that starts ranks has ended, or cannot be started: {error}.") from error
+        except CannotFork:
+            self.close()
+            raise
 
-    def _ask(self, data: memoryview) -> None:
-        self._server = begin()  # it lives as long as one of its processes
+    def _ask(self, data: memoryview, abandoned: threading.Event) -> None:
+        self.server = begin()  # it lives as long as one of its processes
         self.sentinel, told = os.pipe()
         received, sent = os.pipe()
         self.finalizer = util.Finalize(self, _close, (sent, self.sentinel))  # a process whose `sent` is closed ends
         try:
-            self._server.fork([received, told, 1, 2, *self._fds])  # type: ignore[attr-defined]
+            self.server.fork([received, told, 1, 2, *self._fds])  # type: ignore[attr-defined]
         finally:
             os.close(received)
             os.close(told)
-        while data:
-            data = data[os.write(sent, data) :]
+        self._wait_until(partial(is_readable, self.sentinel, _LOOK_S), abandoned)
         self.pid = forkserver.read_signed(self.sentinel)
+        self.server.answers_s = _ANSWERS_S
+        os.set_blocking(sent, False)
+        while data:
+            self._wait_until(partial(is_writable, sent, _LOOK_S), abandoned)
+            data = data[os.write(sent, data) :]
+
+    def _wait_until(self, ready: Callable[[], bool], abandoned: threading.Event) -> None:
+        """Wait for the server, or for what it has forked. Only time in which this process runs counts."""
+        limit_s, waited_s = self.server.answers_s, 0.0
+        while not ready():
+            waited_s += _LOOK_S
+            if abandoned.is_set():
+                raise CannotFork("the start of the ranks was abandoned.")
+            if waited_s > limit_s:
+                _give_up(self.server)
+                raise CannotFork(
+                    f"{self.server} has not answered for {limit_s:g} s. Is it stopped (state T), or does it wait for a "
+                    f"disk (D)? The next start begins another one."
+                )
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """See `multiprocessing`: the exit status, or None."""
@@ -292,7 +367,8 @@ def serve_imported(connection: int, before: Mapping[signal.Signals, Any]) -> NoR
                 _close(caller.detach(), woken, wake, *told.values())
                 _run_forked(server, *descriptors)
             _, told[pid], *_ = descriptors
-            forkserver.write_signed(told[pid], pid)
+            with suppress(BrokenPipeError):  # the caller has not waited so long
+                forkserver.write_signed(told[pid], pid)
             _close(*(each for each in descriptors if each != told[pid]))
 
 
@@ -360,7 +436,10 @@ def _main(received: int) -> int:
     with os.fdopen(received, "rb") as file:
         itself._inheriting = True  # type: ignore[attr-defined]
         try:
-            inherited: _Inherited = pickle.load(file)
+            try:
+                inherited: _Inherited = pickle.load(file)
+            except EOFError:  # the caller has not waited so long
+                return 1
             inherited.take()
             spawn.prepare(pickle.load(file))
             process = pickle.load(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import select
 import signal
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from ubatch.errors import UBatchError
 
-_KILLED_S = 30.0
+_KILLED_S, _TOLD_S, _LOOK_S = 30.0, 5.0, 0.05
 
 
 class Orphaned(UBatchError):
@@ -36,8 +37,17 @@ def is_readable(descriptor: int, wait_s: float | None = 0) -> bool:
     Args:
         wait_s: how long to wait for that, in seconds; None without limit.
     """
+    return _is_ready(descriptor, select.POLLIN, wait_s)
+
+
+def is_writable(descriptor: int, wait_s: float | None = 0) -> bool:
+    """Whether a write to a descriptor would not block, or would fail. Arguments as of `is_readable`."""
+    return _is_ready(descriptor, select.POLLOUT, wait_s)
+
+
+def _is_ready(descriptor: int, event: int, wait_s: float | None) -> bool:
     poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
+    poll.register(descriptor, event)
     return bool(poll.poll(None if wait_s is None else 1000 * wait_s))
 
 
@@ -60,13 +70,23 @@ def process_state(pid: int | None) -> str:
         return ""
 
 
+def is_dead(pid: int | None) -> bool:
+    """Whether a process has ended, and whoever started it has not asked how. If a thread of it waits for a driver, it
+    has not, though its main thread has."""
+    try:
+        return process_state(pid) == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return False
+
+
 def kill(processes: Iterable[BaseProcess]) -> list[BaseProcess]:
     """Kill those that still run, and wait for them. Returns those that have not ended 30 s later: they wait for a
-    driver or a disk."""
-    started = [process for process in processes if process.pid is not None]
-    for process in started:
+    driver or a disk. Those that whoever has forked them does not tell of are taken for ended after 5 s."""
+    left = [process for process in processes if process.pid is not None]
+    for process in left:
         process.kill()
-    deadline = time.monotonic() + _KILLED_S
-    for process in started:
-        process.join(max(0.0, deadline - time.monotonic()))
-    return [process for process in started if process.exitcode is None]
+    begun = time.monotonic()
+    while left and (waited_s := time.monotonic() - begun) < _KILLED_S:
+        left[0].join(_LOOK_S)
+        left = [each for each in left if each.exitcode is None and not (waited_s > _TOLD_S and is_dead(each.pid))]
+    return left

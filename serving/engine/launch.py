@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import resource
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import current_process
+from threading import Event
 from typing import TypeAlias
 
 from serving.engine.kept import KeptOfRank
@@ -19,8 +21,11 @@ from serving.engine.step_record import clear_steps, read_steps
 from serving.engine.wire.messages import Failed, RankFound
 from serving.engine.wire.rendezvous import Place
 from serving.fork_server import ForkedProcess
+from serving.logs import log_event
 from serving.processes import how_it_ended, kill, process_state
 from ubatch import ConfigError, UBatchError
+
+_logger = logging.getLogger(__name__)
 
 EngineMain: TypeAlias = Callable[[EngineOptions, int, Place], None]
 """Main function of a rank's process, called as `run_engine(options, rank, place)`. It must be a module-level function,
@@ -73,10 +78,19 @@ class LocalEngines:
     Args:
         kept: rank -> what its earlier process has left, and what its later one will get; empty where ranks are not
             started again.
+        abandoned: set by another thread, it ends a start that is under way.
+
+    Raises:
+        CannotFork: the process that forks ranks has ended, or does not answer; or the start was abandoned.
     """
 
     def __init__(
-        self, options: EngineOptions, place: Place, main: EngineMain, kept: Mapping[int, KeptOfRank] | None = None
+        self,
+        options: EngineOptions,
+        place: Place,
+        main: EngineMain,
+        kept: Mapping[int, KeptOfRank] | None = None,
+        abandoned: Event | None = None,
     ) -> None:
         self.ranks = options.local_ranks
         self._kept = kept or {}
@@ -85,7 +99,9 @@ class LocalEngines:
             clear_steps(each.steps)
         atexit.register(self.kill)
         self._processes = {
-            rank: ForkedProcess(target=main, args=(options, rank, places[rank]), name=f"rank {rank}")
+            rank: ForkedProcess(
+                target=main, args=(options, rank, places[rank]), name=f"rank {rank}", abandoned=abandoned
+            )
             for rank in self.ranks
         }
         try:
@@ -140,14 +156,18 @@ class LocalEngines:
             UBatchError: one does not end.
         """
         atexit.unregister(self.kill)
-        left = [
-            f"{each.name} (process {each.pid}, in state {process_state(each.pid)})"
-            for each in kill(self._processes.values())
-        ]
-        for process in self._processes.values():
+        all_of_them = self._processes.values()
+        left = kill(all_of_them)
+        untold = [each for each in all_of_them if each.pid and each.exitcode is None and each not in left]
+        named = [f"{process.name} (process {process.pid}, in state {process_state(process.pid)})" for process in left]
+        for process in untold:
+            process.give_up_server()
+        for process in all_of_them:
             process.release()
         if left:
             raise UBatchError(
-                f"{', '.join(left)} was killed and does not end. It waits for a driver or a disk, and may hold memory "
-                f"of a device; in state Z, the process that has forked it does not answer."
+                f"{', '.join(named)} was killed and does not end. It waits for a driver or a disk, and may hold memory "
+                f"of a device."
             )
+        if untold:
+            log_event(_logger, "the process that forks ranks does not answer: another one begins", level=logging.ERROR)

@@ -48,6 +48,7 @@ from serving.engine.wire.rendezvous import (
     join_run,
     post_node,
 )
+from serving.fork_server import CannotFork
 from serving.logs import log_event
 from serving.network import warn_of_loopback
 from ubatch import ConfigError, UBatchError
@@ -120,13 +121,32 @@ def _run_once(
         link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
         ending.callback(link.close)
         told.listen()
-        with futures.ThreadPoolExecutor(1) as starting:  # it may take seconds, while node 0 waits for signs of life
-            started = starting.submit(LocalEngines, options, place, engine_main, kept)
-            while not futures.wait([started], node_beat_s(options.dbo.timeout_s)).done:
-                link.send(NodeAlive(options.node_rank))
-        engines = started.result()
+        engines = _start(options, link, told, place, engine_main, kept)
+        if engines is None:
+            return _told_to_end(options, link, told, options.local_ranks.start)
         ending.callback(engines.kill)
         return _Supervisor(options, engines, link, told).run()
+
+
+def _start(
+    options: EngineOptions,
+    link: EngineLink,
+    told: _Told,
+    place: Place,
+    engine_main: EngineMain,
+    kept: Mapping[int, KeptOfRank],
+) -> LocalEngines | None:
+    """Start the ranks, which may take seconds, while node 0 waits for signs of life; None if told to end meanwhile."""
+    abandoned = threading.Event()
+    with futures.ThreadPoolExecutor(1) as starting:
+        started = starting.submit(LocalEngines, options, place, engine_main, kept, abandoned)
+        while not futures.wait([started], node_beat_s(options.dbo.timeout_s)).done:
+            link.send(NodeAlive(options.node_rank))
+            if told.number:
+                abandoned.set()
+    if abandoned.is_set() and isinstance(started.exception(), CannotFork):
+        return None
+    return started.result()
 
 
 def _await_node_0(options: EngineOptions, patience_s: float, told_to_end: _Told) -> None:
@@ -270,7 +290,7 @@ class _Supervisor:
         while alive and time.monotonic() < deadline and not self._again:
             ended = wait([*alive.values(), self._told.pipe], self._clock.every_s)
             if self._told.number:
-                return self._end_as_told(next(iter(alive)))
+                return _told_to_end(self._options, self._link, self._told, next(iter(alive)))
             for rank in [rank for rank, sentinel in alive.items() if sentinel in ended]:
                 del alive[rank]
                 self._ended(rank)
@@ -294,13 +314,6 @@ class _Supervisor:
             self._hear(min(left, _LAST_WORD_S))
             if self._link.disconnected_s() > _GONE_S:
                 return
-
-    def _end_as_told(self, rank: int) -> int:
-        name = signal.Signals(self._told.number).name
-        log_event(_logger, "told to end", node_rank=self._node_rank, signal=name)
-        what = f"is lost: node {self._node_rank} was told to end ({name})"
-        self._link.send(Failed(rank, what, reason=RestartReason.UNREACHABLE))
-        return 128 + self._told.number
 
     def _ended(self, rank: int) -> None:
         failed = self._engines.ended(rank)
@@ -336,3 +349,12 @@ class _Supervisor:
 
     def _tell_found(self) -> None:
         self._link.send(NodeFound(self._node_rank, self._engines.found()))
+
+
+def _told_to_end(options: EngineOptions, link: EngineLink, told: _Told, rank: int) -> int:
+    """Tell node 0; returns the exit status."""
+    name = signal.Signals(told.number).name
+    log_event(_logger, "told to end", node_rank=options.node_rank, signal=name)
+    what = f"is lost: node {options.node_rank} was told to end ({name})"
+    link.send(Failed(rank, what, reason=RestartReason.UNREACHABLE))
+    return 128 + told.number

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -83,6 +84,7 @@ class EngineRun:
         self._unread = Seldom(_logger, "not a message")
         self._strange = Seldom(_logger, "a message of no rank or node of this run")
         self._starting: asyncio.Future[LocalEngines] | None = None
+        self._abandoned = threading.Event()
         self._engines: LocalEngines | None = None
         self._watched: dict[int, int] = {}
         self._ending: asyncio.Task[None] | None = None
@@ -98,7 +100,8 @@ class EngineRun:
         place = self.host.open(self.liveness.heard_node, self.liveness.report)
         self._tasks += [asyncio.create_task(work) for work in (self.receive(), self.liveness.watch())]
         # In a thread: the process that forks them may have to be started, and imports for seconds.
-        self._starting = asyncio.ensure_future(asyncio.to_thread(LocalEngines, self._options, place, main, kept))
+        start = asyncio.to_thread(LocalEngines, self._options, place, main, kept, self._abandoned)
+        self._starting = asyncio.ensure_future(start)
         self._engines = engines = await asyncio.shield(self._starting)
         self._watched = dict(engines.sentinels)
         for rank, sentinel in self._watched.items():
@@ -122,6 +125,7 @@ class EngineRun:
 
     async def _end(self, timeout_s: float, failure: str, again: bool) -> None:
         self.liveness.close()
+        self._abandoned.set()
         if failure:
             self._tell_nodes(wire.NodeHeard(failure, again))  # before their ranks are told to end
         for rank in self.ready:  # not only leaders: a follower's leader may be dead

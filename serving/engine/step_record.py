@@ -6,11 +6,14 @@ is killed, crashes or hangs cannot say what it was doing.
     begun, ended    steps so far; those between the two run now: at most two, in the overlapped loop
     slot 0, slot 1  requests of the even and of the odd steps: length, checksum, MessagePack
     aside, slot 2   whether the rank works on requests beside these steps, and on which
+    held, slot 3    whether a thread makes grammars, and of which requests
 
     begin           write the slot of step `begun`, which no step that runs uses; then count `begun`
     end             count `ended`
-    begin_aside     write slot 2, then set `aside`: a request is taken in, or drafts are made for those that run
+    begin_aside     reset `aside`, write slot 2, set `aside`: a request is taken in, drafts are made for those that run,
+                    or the scheduler has failed for one of its own
     end_aside       reset `aside`
+    hold            reset `held`, write slot 3, set `held` if there are any
 
 A process that dies between any two of these writes leaves a slot that is whole. Only while the rank still runs may the
 reader see one half written; it notices by the checksum or by the counts, and reads again.
@@ -31,11 +34,11 @@ from serving.logs import log_event
 
 _logger = logging.getLogger(__name__)
 
-_BEGUN, _ENDED, _ASIDE, _LENGTH, _CHECKSUM = 0, 1, 2, 3, 6
+_BEGUN, _ENDED, _ASIDE, _HELD, _LENGTH, _CHECKSUM = 0, 1, 2, 3, 4, 8
 """Places in the header, in words of eight bytes; of length and checksum there is one for each slot."""
 _STEPS = 2
 """Most steps that run at once."""
-_SLOTS = _STEPS + 1
+_OF_ASIDE, _OF_HELD, _SLOTS = _STEPS, _STEPS + 1, _STEPS + 2
 _HEADER = 128
 _SLOT = 4 << 20
 """Bytes of a slot. Only those written take memory. It suffices for 1,024 ids of 4,000 characters each."""
@@ -62,7 +65,7 @@ class StepRecord:
     def __init__(self, memory: SharedMemory) -> None:
         self._bytes = memory.map(_HEADER + _SLOTS * _SLOT)
         self._words = memoryview(self._bytes).cast("Q")
-        self._words[_BEGUN] = self._words[_ENDED] = self._words[_ASIDE] = 0
+        self._words[_BEGUN] = self._words[_ENDED] = self._words[_ASIDE] = self._words[_HELD] = 0
         self._encode = msgspec.msgpack.Encoder().encode
 
     def begin(self, requests: Sequence[str]) -> None:
@@ -77,12 +80,19 @@ class StepRecord:
 
     def begin_aside(self, requests: Sequence[str]) -> None:
         """Work on requests begins beside the steps that run."""
-        self._write(_STEPS, requests)
+        self._words[_ASIDE] = 0
+        self._write(_OF_ASIDE, requests)
         self._words[_ASIDE] = 1
 
     def end_aside(self) -> None:
         """This work has ended, well or by an error that is the request's alone."""
         self._words[_ASIDE] = 0
+
+    def hold(self, requests: Sequence[str]) -> None:
+        """The requests whose grammars are made in a thread, from now on."""
+        self._words[_HELD] = 0
+        self._write(_OF_HELD, requests)
+        self._words[_HELD] = bool(requests)
 
     def _write(self, slot: int, requests: Sequence[str]) -> None:
         words, encoded = self._words, self._encode(requests)
@@ -117,16 +127,17 @@ def _read(memory: SharedMemory) -> InStep | None:
     if not memory.size:  # the rank has not got so far
         return InStep()
     with memory.map() as data, memoryview(data) as view, view.cast("Q") as words:
-        begun, ended, aside = before = tuple(words[_BEGUN : _ASIDE + 1])
+        begun, ended, aside, held = before = tuple(words[_BEGUN : _HELD + 1])
         if not 0 <= begun - ended <= _STEPS:
             return None
         requests: dict[str, None] = {}
-        for slot in [*(step % _STEPS for step in range(ended, begun)), *[_STEPS] * bool(aside)]:
+        beside = [slot for slot, used in ((_OF_ASIDE, aside), (_OF_HELD, held)) if used]
+        for slot in [*(step % _STEPS for step in range(ended, begun)), *beside]:
             start, length = _HEADER + slot * _SLOT, words[_LENGTH + slot]
             encoded = bytes(data[start : start + min(length, _SLOT)])
             if zlib.crc32(encoded) != words[_CHECKSUM + slot]:
                 return None
             requests.update(dict.fromkeys(msgspec.msgpack.decode(encoded, type=list[str])))
-        if before != tuple(words[_BEGUN : _ASIDE + 1]):
+        if before != tuple(words[_BEGUN : _HELD + 1]):
             return None
-    return InStep(begun > ended or bool(aside), tuple(requests))
+    return InStep(begun > ended or bool(beside), tuple(requests))

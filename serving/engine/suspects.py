@@ -33,7 +33,8 @@ request in whose search no request has made progress or ended well, and it ends 
 Of the requests in a failed step, those that had made `PROGRESS` tokens in the same test are not searched further: they
 keep one strike.
 
-How many failures it takes, of requests that kill at each step that they are in, where at most n are in a step: two
+How many failures it takes, of requests that kill at each step that they are in, where at most n are in a step (all that
+the scheduler has, if they kill there): two
 before the search, and max(1, ceil(log2 n)) in it for each guilty one. One more if it kills first in the midst of
 another's search, and one more if others were still in the step when it was to run alone: ceil(log2 n) + 4 at most, as
 long as there is no doubt; of these the first is an ordinary one. In doubt groups fail until one without a guilty one is

@@ -110,9 +110,19 @@ class Scheduler:
         return list(self._running)
 
     @property
+    def requests(self) -> list[str]:
+        """Ids of those that run, and of those that wait."""
+        return list(self._requests)
+
+    @property
     def drafts(self) -> bool:
         """Whether `schedule` may propose draft tokens."""
         return self._config.num_speculative_tokens > 0
+
+    @property
+    def drafting(self) -> bool:
+        """Whether drafts are being made for those that run, or could not be made."""
+        return self._speculation.drafting
 
     @property
     def has_work(self) -> bool:

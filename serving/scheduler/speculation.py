@@ -64,6 +64,7 @@ class Speculation:
         self._kv = kv
         self._max_tokens = max_tokens
         self._proposer = proposer
+        self.drafting = False
 
     def draft(self, requests: Sequence[TrackedRequest]) -> VerifyDrafts | None:
         """Drafts for a step of these requests, with KV blocks reserved; None if the step should run without drafts.
@@ -78,7 +79,9 @@ class Speculation:
         asked = [index for index, count in enumerate(wanted) if count]
         if not asked:
             return None
+        self.drafting = True
         proposed = self._proposer.propose([requests[index] for index in asked], [wanted[index] for index in asked])
+        self.drafting = False
         drafts = [Draft(())] * len(requests)
         for index, draft in zip(asked, proposed, strict=True):
             drafts[index] = draft if requests[index].grammar is None else _obeying(requests[index], draft)

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,26 +17,22 @@ from typing import Any
 import pytest
 from children import exit_code, in_child
 from engine_mains import is_alive, tiny, wait_until
-from forked import forked_server
+from forked import forked_server, own_server
 
-from serving import fork_server
+from serving import fork_server, processes
 from serving.engine import EngineOptions
 from serving.engine.launch import LocalEngines
 from serving.engine.wire.rendezvous import Place
 from serving.fork_server import CannotFork, ForkedProcess, ForkServer
-from serving.processes import Orphaned, check_parent, how_it_ended
+from serving.processes import Orphaned, check_parent, how_it_ended, is_dead
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    """A server for one test, in place of that of all tests."""
-    before, own = fork_server._current, forked_server()
-    fork_server.use(own)
-    yield own
-    fork_server.use(before)
-    own.close()
+    with own_server() as own:
+        yield own
 
 
 def start(target: Callable[..., object], *args: Any) -> ForkedProcess:
@@ -229,25 +226,20 @@ def test_signals_that_reach_every_process_do_not_end_the_server(server: ForkServ
     assert fork_server._current is server
 
 
-def test_if_the_server_is_killed_its_processes_are_and_another_one_begins(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    another = forked_server()
-    monkeypatch.setattr(ForkServer, "start", lambda: another)
+def test_if_the_server_is_killed_its_processes_are_and_another_one_begins(server: ForkServer) -> None:
     process = start(wait_long)
     os.kill(pid_of(server), signal.SIGKILL)
     assert how_it_ended(process) == "was killed by SIGKILL"
     assert wait_until(lambda: not is_alive(process.pid or 0))
     assert how_it_ended(start(exit_7)) == "died with exit status 7"
-    assert fork_server._current is another
-    another.close()
+    assert fork_server._current is not server
 
 
 def test_a_server_that_ends_at_once_is_told(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def start_and_end() -> ForkServer:
         one = forked_server()
         os.kill(pid_of(one), signal.SIGKILL)
-        one._process.wait()
+        one._process.wait(10)
         return one
 
     monkeypatch.setattr(ForkServer, "start", start_and_end)
@@ -255,6 +247,54 @@ def test_a_server_that_ends_at_once_is_told(server: ForkServer, monkeypatch: pyt
     fork_server.use(None)
     with pytest.raises(CannotFork, match="has ended"):
         start(exit_7)
+
+
+def test_a_server_that_does_not_answer_is_named_and_another_one_begins(
+    server: ForkServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start(exit_7).join()  # it serves
+    before, server.answers_s = open_descriptors(), 0.3
+    os.kill(pid_of(server), signal.SIGSTOP)
+    with pytest.raises(CannotFork, match=rf"\({pid_of(server)}, in state T\) has not answered for 0.3 s"):
+        start(say, "nobody waits for this one")
+    assert open_descriptors() == before
+    assert how_it_ended(start(exit_7)) == "died with exit status 7"
+    assert fork_server._current is not server
+    server.answers_s = 30.0
+    os.kill(pid_of(server), signal.SIGCONT)  # it forks what nobody waits for any more
+    fork_server.use(server)
+    assert how_it_ended(start(exit_7)) == "died with exit status 7"
+    assert fork_server._current is server
+    assert wait_until(lambda: not Path(f"/proc/{pid_of(server)}/task/{pid_of(server)}/children").read_text())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_start_may_be_abandoned(server: ForkServer) -> None:
+    os.kill(pid_of(server), signal.SIGSTOP)
+    abandoned = threading.Event()
+    threading.Timer(0.3, abandoned.set).start()
+    with pytest.raises(CannotFork, match="was abandoned"):
+        ForkedProcess(target=wait_long, args=(), name="rank 0", abandoned=abandoned).start()
+
+
+def wait_as_rank(options: EngineOptions, rank: int, place: Place) -> None:
+    wait_long()
+
+
+def test_engines_of_a_server_that_does_not_answer_end(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Other processes of that server go on; the next start begins another one."""
+    monkeypatch.setattr(processes, "_TOLD_S", 0.3)
+    another = start(wait_long)
+    engines = LocalEngines(tiny(2), Place(tmp_path), wait_as_rank)
+    os.kill(pid_of(server), signal.SIGSTOP)
+    engines.kill()
+    assert [engines.exit_status(rank) for rank in (0, 1)] == [-signal.SIGKILL] * 2
+    assert all(is_dead(pid) for pid in engines.pids.values())
+    assert another.is_alive()
+    assert how_it_ended(start(exit_7)) == "died with exit status 7"
+    assert fork_server._current is not server
 
 
 def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
@@ -352,12 +392,12 @@ def test_a_child_of_a_fork_leaves_its_parents_server_alone() -> None:
 class Child:
     """A server's process that does nothing."""
 
-    ended = False
+    ended, pid = False, 0
 
     def kill(self) -> None:
         self.ended = True
 
-    def wait(self) -> int:
+    def wait(self, timeout: float) -> int:
         return 0
 
 

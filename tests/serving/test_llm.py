@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -368,6 +369,20 @@ def test_without_a_tokenizer_tokens_go_in_and_out() -> None:
 def go_on(llm: LLM) -> None:
     for _ in range(100):
         llm.generate([[1, 2]] * 16, SamplingParams(max_tokens=400, ignore_eos=True))
+
+
+def test_ranks_that_are_killed_are_started_again_and_no_token_changes(no_thread_leaks: None) -> None:
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True, "max_engine_restarts": 3}
+    with LLM(TINY_MOE, **options, **SMALL) as llm:  # type: ignore[arg-type]
+        undisturbed = tokens(llm.generate(TEXTS, long))
+        (rank,) = [each for each in multiprocessing.active_children() if each.name == "rank 1"]
+        timer = threading.Timer(0.1, rank.kill)
+        timer.start()
+        assert tokens(llm.generate(TEXTS, long)) == undisturbed
+        timer.join()
+        rank.join(10)
+        assert rank.exitcode == -signal.SIGKILL
 
 
 def test_two_ranks_give_the_same_and_can_be_interrupted(

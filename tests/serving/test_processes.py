@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 import time
 from unittest.mock import Mock
 
 import pytest
+from children import exit_code, in_child
+from engine_mains import wait_until
 
 from serving import processes
-from serving.processes import check_parent, how_it_ended, kill
+from serving.processes import check_parent, how_it_ended, is_dead, kill, process_state
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -32,6 +38,22 @@ def test_those_that_run_are_killed_and_that_is_told() -> None:
     kill([running, ended, never])
     assert how_it_ended(running) == "was killed by SIGKILL"
     assert how_it_ended(ended) == "died with exit status 0"
+
+
+def test_a_process_is_dead_once_all_of_its_threads_have_ended() -> None:
+    """Its main thread alone does not tell: another one may wait for a driver."""
+
+    def body() -> None:
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        ctypes.CDLL(None).pthread_exit(None)
+
+    child = in_child(body)
+    assert wait_until(lambda: process_state(child) == "Z")
+    assert not is_dead(child)
+    os.kill(child, signal.SIGKILL)
+    assert wait_until(lambda: is_dead(child))
+    assert exit_code(child) == -signal.SIGKILL
+    assert not is_dead(child)
 
 
 def test_one_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

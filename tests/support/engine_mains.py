@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch.distributed as dist
 from repository import TINY_MOE
 from torch import Tensor
 
@@ -81,6 +82,33 @@ def run_poisonable_engine(options: EngineOptions, rank: int, place: Place) -> No
         return launch(runner, step)
 
     ModelRunner.launch = poisoned  # type: ignore[method-assign]
+    run_engine(options, rank, place)
+
+
+def run_engine_with_poisonable_schedule(options: EngineOptions, rank: int, place: Place) -> None:
+    """`run_engine`, in which the scheduler raises on the rank that has a request with `POISON`, waiting or not."""
+    schedule = Scheduler.schedule
+
+    def poisoned(scheduler: Scheduler) -> Step:
+        for request in scheduler._requests.values():
+            if POISON in request.token_ids:
+                raise ZeroDivisionError("poisoned")
+        return schedule(scheduler)
+
+    Scheduler.schedule = poisoned  # type: ignore[method-assign]
+    run_engine(options, rank, place)
+
+
+def run_engine_that_finds_the_other_gone(options: EngineOptions, rank: int, place: Place) -> None:
+    """`run_engine`, in which rank 1 ends while the ranks connect, and gloo tells rank 0 before that is noticed."""
+
+    def connect(*_: Any, **how: Any) -> None:
+        if rank == 0:
+            raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:144] Connection closed by peer")
+        time.sleep(1.0)
+        os._exit(3)
+
+    dist.init_process_group = connect
     run_engine(options, rank, place)
 
 

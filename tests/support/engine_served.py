@@ -32,7 +32,11 @@ class Served:
 
     def __init__(self, options: EngineOptions, engine_main: EngineMain = run_engine) -> None:
         self._runner = asyncio.Runner()
-        self.client = self.run(EngineClient.start(options, engine_main=engine_main))
+        try:
+            self.client = self.run(EngineClient.start(options, engine_main=engine_main))
+        except BaseException:
+            self._runner.close()
+            raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, reduction
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,29 @@ def forked_server() -> ForkServer:
     return fork_server.ForkServer(mine, child, None)
 
 
+@contextlib.contextmanager
+def own_server() -> Iterator[ForkServer]:
+    """A server for one test, in place of that of all tests; and another one if a start begins one."""
+    from serving import fork_server
+
+    before, start, begun = fork_server._current, fork_server.ForkServer.start, [forked_server()]
+
+    def begin() -> ForkServer:
+        begun.append(forked_server())
+        return begun[-1]
+
+    fork_server.ForkServer.start = staticmethod(begin)  # type: ignore[method-assign,assignment]
+    fork_server.use(begun[0])
+    try:
+        yield begun[0]
+    finally:
+        fork_server.ForkServer.start = start  # type: ignore[method-assign]
+        fork_server.use(before)
+        for each in begun:
+            each.close()
+        multiprocessing.active_children()  # forgets those that have ended with a server
+
+
 @dataclass
 class _Child:
     """A child of a fork, to `ForkServer`."""
@@ -85,7 +108,7 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> int:
+    def wait(self, timeout: float) -> int:
         with contextlib.suppress(ChildProcessError):  # in a child that has inherited it
             os.waitpid(self.pid, 0)
         return 0

@@ -78,8 +78,8 @@ def _of_runner(seen: Seen, engine: EngineOptions) -> None:
         mock.patch.object(build, "EngineCore", seen.note("core")),
     ):
         build.make_core(engine, build.make_runner(engine, group))  # type: ignore[arg-type]
-    (((_, settings), _),) = seen["runner"]
-    seen["runner"] = vars(settings) | {"group": engine.step_size}
+    (((model, settings), _),) = seen["runner"]
+    seen["runner"] = vars(settings) | {"model": model, "group": engine.step_size}
     ((args, _),) = seen["scheduler"]
     seen["scheduler"] = args[:2]
 

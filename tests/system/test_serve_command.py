@@ -149,15 +149,23 @@ def test_an_engine_that_dies_is_started_again(words: tuple[str, ...]) -> None:
         assert (paused.status_code, paused.json()["error"]["code"]) == (503, "engine_restarting")
         assert int(paused.headers["retry-after"]) >= 1
         server.wait_for(r"engines serve again seconds=[\d.]+")
-        for stream in streams:
-            lines = [line for line in stream.to_its_end() if line.startswith("data: ")]
-            events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-            assert lines[-1] == "data: [DONE]"
-            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert all(map(is_whole, streams))
         assert metric(server, "ubatch:engine_restarts_total", reason="killed") == 1
         assert metric(server, "ubatch:requests_resumed_total") == 2
+        stream = Stream(server.url, 1000)
+        os.kill(int(re.findall(r"engine rank=0 pid=(\d+)", server.text)[-1]), signal.SIGKILL)
+        server.wait_for(r"engine failed rank=0 .* was killed by SIGKILL")
         server.process.send_signal(signal.SIGTERM)
+        assert "requests=1" in server.wait_for(r"draining signal=SIGTERM requests=\d+")
+        assert is_whole(stream)
         assert server.end() == 0
+
+
+def is_whole(stream: Stream) -> bool:
+    """Whether it has come to its end by its length."""
+    *lines, last = [line for line in stream.to_its_end() if line.startswith("data: ")]
+    end = json.loads(lines[-1].removeprefix("data: "))["choices"][0]["finish_reason"]
+    return (last, end) == ("data: [DONE]", "length")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from forked import AsSpawned
 from repository import TINY_MOE
 
 from ranks import free_port
+from serving import fork_server
 from serving.cli import main
 from serving.engine import EngineClient, run_node
 from serving.engine.run_folder import RunFolder
@@ -130,6 +131,26 @@ def test_a_node_that_is_told_to_end_says_so() -> None:
 def serve_with_few_descriptors(*words: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (28, 28))
     sys.exit(main(["serve", *words]))
+
+
+def test_a_node_that_is_told_to_end_while_it_starts_says_so() -> None:
+    port = free_port()
+
+    def body() -> None:
+        os.kill(fork_server.begin()._process.pid, signal.SIGSTOP)  # so its rank is never forked
+        os._exit(run_node(tiny(2, nnodes=2, node_rank=1, master_port=port)))
+
+    node = in_child(body)
+
+    async def scenario() -> None:
+        starting = asyncio.create_task(EngineClient.start(tiny(2, nnodes=2, master_port=port)))
+        assert await wait_for(lambda: not ended_by(node, signal.SIGTERM))
+        os.kill(node, signal.SIGTERM)
+        with pytest.raises(EngineDead, match=r"rank 1 is lost: node 1 was told to end \(SIGTERM\)"):
+            await starting
+
+    asyncio.run(scenario())
+    assert exit_code(node) == 128 + signal.SIGTERM
 
 
 def test_too_few_descriptors_are_refused_before_anything_starts(capfd: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,7 @@ class EngineCore:
         self.loads = loads
         self.mover = mover
         self._held: dict[str, HeldRequest] = {}
+        self._given_up: dict[str, Future[GrammarMaker]] = {}  # grammars of requests that were aborted meanwhile
         self._in_flight: tuple[LaunchedStep, Trace | None] | None = None
         self._steps: Counter[str] = Counter()
         self._graph_replays = 0
@@ -169,9 +170,12 @@ class EngineCore:
         if self._grammars is None:
             raise RequestError("this engine makes no grammars; remove `grammar` from the parameters.", param="grammar")
         self._held[request.request_id] = HeldRequest(request, self._grammars.begin(request.params.grammar))
+        self._record_held()
 
     def ready(self) -> Sequence[str]:
         """The ids of requests whose grammar is made, or cannot be made."""
+        if self._given_up:
+            self._record_held()
         return [name for name, held in self._held.items() if held.grammar.done()] if self._held else ()
 
     def admit(self, request_id: str) -> None:
@@ -182,6 +186,7 @@ class EngineCore:
         """
         held = self._held.pop(request_id, None)
         if held is not None:
+            self._record_held()
             self.scheduler.add(held.request, held.wait())
 
     def wait(self, timeout_s: float) -> None:
@@ -192,7 +197,17 @@ class EngineCore:
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its KV; it gets no more outputs. Returns False if there is no such request."""
-        return self._held.pop(request_id, None) is not None or self.scheduler.abort(request_id)
+        held = self._held.pop(request_id, None)
+        if held is None:
+            return self.scheduler.abort(request_id)
+        self._given_up[request_id] = held.grammar  # a thread may make it yet
+        self._record_held()
+        return True
+
+    def _record_held(self) -> None:
+        self._given_up = {name: grammar for name, grammar in self._given_up.items() if not grammar.done()}
+        if self.record is not None:
+            self.record.hold([*self._held, *self._given_up])
 
     @property
     def has_work(self) -> bool:
@@ -251,7 +266,12 @@ class EngineCore:
         record = self.record
         if record is not None and self.scheduler.drafts:  # a draft network runs, or the tokens of each are searched
             record.begin_aside(self.scheduler.running)
-        step = self.scheduler.schedule()
+        try:
+            step = self.scheduler.schedule()
+        except BaseException:
+            if not self.scheduler.drafting:
+                self._suspect_all()
+            raise
         if record is not None:
             record.end_aside()
             record.begin(list(map(_request_id, step.shares)))
@@ -281,11 +301,17 @@ class EngineCore:
         stuck = not launched.step.shares and self._in_flight is None and self.scheduler.has_work
         self._empty_steps = self._empty_steps + 1 if stuck else 0
         if self._empty_steps >= _EMPTY_STEPS:
+            self._suspect_all()
             raise UBatchError(
                 f"requests wait, but {_EMPTY_STEPS} steps in a row had nothing to run: {self.statistics()}. "
                 f"This is a fault in the scheduler."
             )
         return outputs
+
+    def _suspect_all(self) -> None:
+        """The scheduler has failed: it is not known for which of its requests."""
+        if self.record is not None:
+            self.record.begin_aside(self.scheduler.requests)
 
     def close(self) -> None:
         """Give up the requests whose grammar is not made; nothing may be called afterwards."""

@@ -36,7 +36,7 @@ from serving.engine.wire.secret import ClusterSecret, CurveKeys, read_secret
 from serving.engine.wire.stores import FolderStore, SignedStore
 from serving.logs import log_event
 from serving.network import LOOPBACK, choose_interface, listening_store, warn_of_loopback
-from ubatch import ConfigError, ForgedValue, UBatchError
+from ubatch import ConfigError, ForgedValue, TransferTimeout, UBatchError
 from ubatch.process.job_store import JobStore, Values, use_job_store
 
 _logger = logging.getLogger(__name__)
@@ -240,7 +240,11 @@ def _other_secret(error: ForgedValue, here: str, there: str) -> ConfigError:
 
 
 def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
-    """Join torch.distributed's default group: the ranks that step with this one. Every rank must call it."""
+    """Join torch.distributed's default group: the ranks that step with this one. Every rank must call it.
+
+    Raises:
+        TransferTimeout: they cannot be reached, or one has ended meanwhile.
+    """
     several = options.nnodes > 1
     choose_interface(options.master_addr if several else LOOPBACK, several=several)
     group, store = f"ranks/{rank // options.step_size}", run.store
@@ -253,13 +257,16 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
     use_job_store(key, values)
     if key is not None and options.device == "cpu":  # NCCL reads it in threads, too, which no Python may hold up
         run.of_torch = SignedStore(JobStore(values, run.key(f"torch {group}")), PATIENCE)
-    dist.init_process_group(
-        "nccl" if options.device == "cuda" else "gloo",
-        store=run.of_torch,
-        rank=rank % options.step_size,
-        world_size=options.step_size,
-        timeout=PATIENCE,
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if options.device == "cuda" else "gloo",
+            store=run.of_torch,
+            rank=rank % options.step_size,
+            world_size=options.step_size,
+            timeout=PATIENCE,
+        )
+    except RuntimeError as error:
+        raise TransferTimeout(f"the other ranks cannot be reached: {first_line(error)}.") from error
 
 
 def first_line(error: BaseException) -> str:

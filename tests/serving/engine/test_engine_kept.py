@@ -33,7 +33,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Any:
     left = {rank: KeptOfRank() for rank in range(2)}
     start = LocalEngines.__init__
     monkeypatch.setattr(
-        LocalEngines, "__init__", lambda self, options, place, main, _=None: start(self, options, place, main, left)
+        LocalEngines, "__init__", lambda self, options, place, main, *_: start(self, options, place, main, left)
     )
     yield left
     for each in left.values():

@@ -17,12 +17,23 @@ from unittest.mock import Mock
 
 import pytest
 import zmq
-from engine_mains import POISON, exit_at_once, is_alive, run_poisonable_engine, tiny, tokens_of, wait_for
+from engine_mains import (
+    POISON,
+    exit_at_once,
+    is_alive,
+    run_engine_with_poisonable_schedule,
+    run_poisonable_engine,
+    tiny,
+    tokens_of,
+    wait_for,
+)
 from engine_served import PARAMS, PROMPTS, Served
+from forked import own_server
 
 from model_runner import SamplingParams
+from serving import fork_server, processes
 from serving.engine import EngineClient, EngineOptions
-from serving.engine.launch import LocalEngines
+from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import RestartLimits
 from serving.engine.rank.process import run_engine
 from serving.engine.run_host import RunHost
@@ -196,9 +207,11 @@ def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None
     served.close()
 
 
-def test_a_request_that_kills_engines_ends_alone() -> None:
-    """Each step that it is in raises; the others, on two ranks that share experts, give what they give without it."""
-    served = Served(restarting(**WAYS["data parallel"]), run_poisonable_engine)
+@pytest.mark.parametrize("main", [run_poisonable_engine, run_engine_with_poisonable_schedule], ids=["step", "schedule"])
+def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None:
+    """Each step that it is in raises, or the scheduler, as long as it has it; the others, on two ranks that share
+    experts, give what they give without it."""
+    served = Served(restarting(**WAYS["data parallel"]), main)
     client = served.client
 
     async def scenario() -> None:
@@ -216,6 +229,26 @@ def test_a_request_that_kills_engines_ends_alone() -> None:
 
     served.run(scenario())
     served.close()
+
+
+def test_engines_start_again_though_the_process_that_forks_them_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not tell that they have ended: another one begins."""
+    monkeypatch.setattr(processes, "_TOLD_S", 0.5)
+    with own_server() as server:
+        served = Served(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2)))
+        client = served.client
+
+        async def scenario() -> None:
+            undisturbed = await all_outputs(client, "before")
+            running = asyncio.create_task(all_outputs(client, "after"))
+            await asyncio.sleep(0.05)
+            os.kill(server._process.pid, signal.SIGSTOP)
+            await kill_one(client)
+            assert await running == undisturbed
+            assert fork_server._current is not server
+
+        served.run(scenario())
+        served.close()
 
 
 def test_whatever_keeps_engines_from_starting_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import multiprocessing
 import os
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from children import exit_code, in_child
-from engine_mains import run_engine_that_connects_to_nobody, tiny
+from engine_mains import run_engine_that_connects_to_nobody, run_engine_that_finds_the_other_gone, tiny
 from engine_served import Served
+from forked import own_server
 from repository import MODELS
 
+from serving.engine import EngineClient
 from serving.engine.options import EngineOptions
 from serving.engine.rank import process
 from serving.engine.rank.core import EngineCore
@@ -50,6 +54,20 @@ def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.Monke
     assert time.monotonic() - begun < 10
 
 
+def test_a_start_that_waits_for_the_process_that_forks_ranks_can_be_given_up() -> None:
+    """It waits in a thread, which nobody can cancel."""
+
+    async def scenario() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(EngineClient.start(tiny()), 0.5)
+
+    begun = time.monotonic()
+    with own_server() as server:
+        os.kill(server._process.pid, signal.SIGSTOP)
+        asyncio.run(scenario())
+    assert time.monotonic() - begun < 10
+
+
 def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first step is collective: a draft network that takes long to load or capture must not come after."""
     late: dict[str, bool] = {}
@@ -72,6 +90,12 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         assert late == {"make_core": True, "freeze": True}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
         assert not lateness._own.blocks
+
+
+@pytest.mark.ranks
+def test_a_rank_that_ends_while_ranks_connect_is_named_and_not_the_one_that_notices() -> None:
+    with pytest.raises(EngineDead, match="rank 1 died with exit status 3"):
+        Served(tiny(2, expert_parallel=True), run_engine_that_finds_the_other_gone)
 
 
 @pytest.mark.ranks

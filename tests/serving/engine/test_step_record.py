@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import Mock
@@ -20,10 +21,14 @@ from fake_runner import hashed, make_loop
 from model_runner import Draft, Request, SamplingParams
 from serving.engine import EngineCore, step_record
 from serving.engine.kept import SharedMemory
+from serving.engine.rank import core as core_module
+from serving.engine.rank.core import GrammarMaker
 from serving.engine.rank.process import Engine
 from serving.engine.step_record import InStep, StepRecord, clear_steps, read_steps
 from serving.engine.wire.messages import Add, Refused
 from serving.requests import RequestInput
+from serving.scheduler import SchedulerConfig
+from ubatch import UBatchError
 
 OUTSIDE = InStep()
 
@@ -95,7 +100,7 @@ def test_a_new_process_does_not_inherit_the_steps_of_its_predecessor(memory: Sha
     assert read_steps(memory) == OUTSIDE
 
 
-@pytest.mark.parametrize("place", [0, 24, 48, 128 + 3])
+@pytest.mark.parametrize("place", [0, 32, 64, 128 + 3])
 def test_damage_is_noticed(memory: SharedMemory, place: int, caplog: pytest.LogCaptureFixture) -> None:
     StepRecord(memory).begin(["some-request"])
     with memory.map() as data:
@@ -216,6 +221,72 @@ def test_who_makes_drafts_is_recorded(memory: SharedMemory) -> None:
         core.step()
         assert read_steps(memory) == OUTSIDE
     assert seen[0] == InStep(True, ("a", "b"))
+
+
+def test_a_proposer_that_raises_is_no_fault_of_those_that_wait(memory: SharedMemory) -> None:
+    class Failing(FakeProposer):
+        def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
+            raise ZeroDivisionError
+
+    loop = make_loop(num_speculative_tokens=2, proposer=Failing(lambda request, tokens: []), max_num_seqs=1)
+    device: Any = FakeDevice(loop.runner)
+    core = EngineCore(device, loop.scheduler, overlap_schedule=False)
+    core.record = StepRecord(memory)
+    for name in "ab":
+        core.add(RequestInput(name, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
+    core.step()
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    assert read_steps(memory) == InStep(True, ("a",))
+
+
+def test_requests_whose_grammars_a_thread_makes_are_recorded(memory: SharedMemory) -> None:
+    core, _, _ = make_core(overlap=False)
+    core.record = StepRecord(memory)
+    made: Future[GrammarMaker] = Future()
+    core._grammars = Mock(begin=Mock(return_value=made))
+    for name in "abc":
+        core.add(RequestInput(name, [1, 2, 3], SamplingParams(max_tokens=3, grammar="any")))
+    assert read_steps(memory) == InStep(True, ("a", "b", "c"))
+    assert core.abort("b")
+    assert read_steps(memory) == InStep(True, ("a", "c", "b")), "the thread still makes it"
+    made.set_result(Mock())
+    assert core.ready() == ["a", "c"]
+    assert read_steps(memory) == InStep(True, ("a", "c"))
+    core.admit("a")
+    assert read_steps(memory) == InStep(True, ("c",))
+    core.admit("c")
+    assert read_steps(memory) == OUTSIDE
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_requests_of_a_scheduler_that_raises_are_recorded(
+    memory: SharedMemory, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, _, _ = make_core(overlap=overlap, config=SchedulerConfig(max_model_len=256, max_num_seqs=1))
+    core.record = StepRecord(memory)
+    for name in "ab":
+        core.add(RequestInput(name, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
+    core.step()
+    monkeypatch.setattr(core.scheduler, "schedule", Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        core.step()
+    assert read_steps(memory) == InStep(True, ("a", "b"))
+
+
+def test_requests_of_a_scheduler_that_runs_none_are_recorded(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "_EMPTY_STEPS", 3)
+    core, _, _ = make_core(overlap=False)
+    core.record = StepRecord(memory)
+    monkeypatch.setattr(core.scheduler._prefills, "plan", lambda budget: [])
+    core.add(RequestInput("a", [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
+    core.step()
+    core.step()
+    with pytest.raises(UBatchError, match="3 steps in a row had nothing to run"):
+        core.step()
+    assert read_steps(memory) == InStep(True, ("a",))
 
 
 def test_a_request_that_kills_before_its_first_step_is_recorded_alone(memory: SharedMemory) -> None:
