@@ -118,7 +118,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench structured --json $(RESULTS)/structured.json
 	$(BIN)/ubatch bench eplb --json $(RESULTS)/eplb.json
 	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json
-	$(BIN)/ubatch bench faults examples/models/tiny-chat --only cost --blocks 15 --json $(RESULTS)/faults-cost.json
+	$(BIN)/ubatch bench faults examples/models/tiny-chat --only cost --blocks 160 --json $(RESULTS)/faults-cost.json
 
 bench-link: setup ## the same over a real link between two servers, an hour; needs root
 	$(BIN)/ubatch bench link --live --repeats 1 --json $(RESULTS)/link.json

@@ -18,8 +18,8 @@ from serving.workbench.bench.eplb.gain import share_of_possible
 from serving.workbench.bench.eplb.moving import ratio_of_p99, ratio_of_steps
 from serving.workbench.bench.eplb.predict import predicted_s
 from serving.workbench.bench.eplb.same import SameResult, count_different
-from serving.workbench.bench.eplb.skewed import UniformRouter, on_next_ranks
-from ubatch import ConfigError, get_schedule
+from serving.workbench.bench.eplb.skewed import UniformRouter, on_next_ranks, skewed_order
+from ubatch import ConfigError, UBatchError, get_schedule
 from ubatch.schedules import Compute, Launch, LayerTimes, Op, RankLoad, layer_program, rank_loads, simulate_ranks
 
 pytestmark = pytest.mark.long
@@ -151,3 +151,13 @@ def test_equal_tokens_prove_nothing_if_no_experts_moved(capsys: pytest.CaptureFi
     assert still.void
     still.print()
     assert "no experts changed their ranks while" in capsys.readouterr().out
+
+
+def test_an_order_is_found_that_hardly_any_draw_has() -> None:
+    """Experts that differ little, in a placement that is nearly balanced whatever their order."""
+    loads, placement = np.tile(np.linspace(1, 30, 64), (3, 1)), ExpertPlacement.default(3, 64, 2)
+    order = skewed_order(loads, placement, 0.72, np.random.default_rng(0)).numpy()
+    assert (np.sort(order) == np.arange(64)).all()
+    assert placement.balancedness(np.take_along_axis(loads, order, axis=1)) == pytest.approx([0.72] * 3, abs=0.02)
+    with pytest.raises(UBatchError, match=r"no order of 64 experts has a balancedness of 0\.3"):
+        skewed_order(loads, placement, 0.3, np.random.default_rng(0))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from model_runner import ModelRunner, Step
 from model_runner.balance import MoveNews
 from moe import EmulatedLink, ExpertLoads, ExpertPlacement, FusedMoEModularKernel, Router
-from moe.balance import EplbConfig, Floats, plan_placement
+from moe.balance import EplbConfig, Floats, Ints, plan_placement
 from serving.workbench.bench.step_setting import StepOptions, StepSetting, prefill_batch
 from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError
 from ubatch.schedules import SERIAL
@@ -292,19 +292,33 @@ def _skewed_biases(runner: ModelRunner, setting: StepSetting, skew: Skew) -> Ten
 def skewed_order(loads: Floats, placement: ExpertPlacement, balancedness: float, random: np.random.Generator) -> Tensor:
     """`[L, E]`: the expert whose popularity each is to have, so that every layer is as balanced as asked for.
 
+    Orders are drawn first. If none will do, two experts of each layer change places as long as that brings it nearer.
+
     Args:
         loads: `[L, E]`.
 
     Raises:
         UBatchError: no order of many that were tried is.
     """
+
+    def misses(orders: Ints) -> Floats:
+        return np.abs(placement.balancedness(np.take_along_axis(loads, orders, axis=1)) - balancedness)
+
     orders = np.tile(np.arange(loads.shape[1]), (len(loads), 1))
-    for _ in range(_TRIES):
-        reached = placement.balancedness(np.take_along_axis(loads, orders, axis=1))
-        wrong = np.abs(reached - balancedness) > _NEAR
+    missed, layers = misses(orders), np.arange(len(loads))[:, None]
+    for tried in range(2 * _TRIES):
+        wrong = missed > _NEAR
         if not wrong.any():
             return torch.from_numpy(orders)
-        orders[wrong] = random.permuted(orders[wrong], axis=1)
+        others = orders.copy()
+        if tried < _TRIES:
+            others[wrong] = random.permuted(orders[wrong], axis=1)
+        else:
+            places = random.integers(loads.shape[1], size=(len(loads), 2))
+            others[layers, places] = orders[layers, places[:, ::-1]]
+        reached = misses(others)
+        better = wrong & ((reached < missed) | (tried < _TRIES))
+        orders[better], missed[better] = others[better], reached[better]
     raise UBatchError(f"no order of {loads.shape[1]} experts has a balancedness of {balancedness:g}. Ask for another.")
 
 

@@ -57,7 +57,7 @@ class Options(ReportOptions):
     streams: Annotated[int, Field(ge=8, description="requests that run all the time")] = 64
     output_len: Annotated[int, Field(ge=16, description="their tokens")] = 200
     pauses: Annotated[int, Field(ge=1, description="kills whose pause is measured, and cold starts")] = 5
-    blocks: Annotated[int, Field(ge=2, description="pairs of servers of cost; 15 or more for figures to quote")] = 15
+    blocks: Annotated[int, Field(ge=2, description="A B B A blocks of cost; 160 for figures to quote")] = 40
     minutes: Annotated[float, Field(gt=0, description="of soak")] = 2.0
     every_s: Annotated[float, Field(gt=0, description="seconds between two kills of soak")] = 20.0
     timeout_s: Annotated[float, Field(ge=2, description="the servers', where a rank hangs or a link is cut")] = 5.0

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from serving.engine.kept import SharedMemory
 from serving.engine.step_record import StepRecord
@@ -41,7 +41,7 @@ _ERROR = re.compile(r"^(\S+ \S+)\.(\d{3}) ERROR +api ", re.MULTILINE)
 _SETTLE_S = 2.0
 _LOOK_S = 0.01
 _FEW = 16
-_COST_REQUESTS, _COST_TOKENS, _TURNS, _RECORDS = 64, 32, 4, 200
+_COST_REQUESTS, _COST_TOKENS, _PAIRS, _RECORDS = 64, 64, 4, 200
 _PROCESSOR = ", processor"
 _ON, _OFF = "--max-engine-restarts=3", "--max-engine-restarts=0"
 
@@ -144,25 +144,26 @@ def tokens_after(streams: Sequence[Sequence[float]], since: float) -> list[float
 
 
 def run_cost(setting: Setting) -> Found:
-    """Pairs of servers, one of which may restart its engines; one server at a time has a load.
+    """Pairs of servers, one of which may restart its engines; one server at a time has a load, in turns A B B A.
 
     All processes of a server share a core, and the client has the others: what restarts cost in any of them makes the
-    server slower, and no threads wait for each other, which scatters turns by 17%. Every block has new servers: each
-    measures which kernels are fastest when it starts, and its choice may differ from another's by more than a restart
-    costs. What restarts add to every step, its record, is timed alone, too.
+    server slower, and no threads wait for each other. A turn scatters by 15% on a shared machine, so there are many of
+    them. What restarts add to every step, its record, is timed alone, too.
     """
     found: dict[str, list[float]] = defaultdict(list)
     arms = [("on", _ON), ("off", _OFF)]
-    for block in range(setting.sizes.blocks):
-        for name, values in _pair(setting, dict(arms if block % 2 else arms[::-1])).items():
-            found[name].append(fmean(values))
+    pairs = min(_PAIRS, setting.sizes.blocks)
+    for pair in range(pairs):
+        blocks = setting.sizes.blocks // pairs
+        for name, values in _pair(setting, dict(arms if pair % 2 else arms[::-1]), blocks).items():
+            found[name] += values
     ratio = paired(found["off"], found["on"])
     processor = paired(found[f"on{_PROCESSOR}"], found[f"off{_PROCESSOR}"])
     tokens, record_s = _COST_REQUESTS * _COST_TOKENS, time_record(_COST_REQUESTS)
     step_s = median(found["off"]) / _COST_TOKENS
     for name in ("on", "off"):
         print(f"  {name:4} {bootstrap([tokens / each for each in found[name]]):.0f} tokens/s")
-    print(f"  throughput, on over off                {ratio:.3f}")
+    print(f"  throughput, on over off                {ratio:.3f}, {len(found['on'])} blocks")
     print(f"  the server's processor time, likewise  {processor:.3f}")
     print(
         f"  a step's record, alone                 {1e6 * record_s:.1f} us, {record_s / step_s:.2%} of a step",
@@ -175,8 +176,8 @@ def run_cost(setting: Setting) -> Found:
     return Found(figures, faults)
 
 
-def _pair(setting: Setting, flags: Mapping[str, str]) -> Mapping[str, list[float]]:
-    """Seconds of each turn, by server; and those of processors."""
+def _pair(setting: Setting, flags: Mapping[str, str], blocks: int) -> Mapping[str, list[float]]:
+    """Seconds of a turn, by server, and those of processors; a mean of two for each block."""
     one, others = split_cores()
     with ExitStack() as stack:
         with on_cores(one):
@@ -190,7 +191,7 @@ def _pair(setting: Setting, flags: Mapping[str, str]) -> Mapping[str, list[float
         prompts = [rng.choices(pool, k=32) for _ in range(_COST_REQUESTS)]
         sessions = [each.pid for each in servers.values()]
         arms = {name: partial(_visit, name, each, prompts, sessions) for name, each in servers.items()}
-        return interleave_arms(arms, _TURNS, label="turns")
+        return interleave_arms(arms, blocks)
 
 
 def _visit(name: str, server: Subject, prompts: list[list[int]], sessions: list[int]) -> dict[str, float]:

@@ -26,7 +26,7 @@ class Sizes:
 
     Attributes:
         configurations: how many of the kills' configurations.
-        blocks: pairs of servers of `cost`.
+        blocks: of `cost`, in all.
         soak_s, every_s: seconds of `soak`, and between two of its kills.
     """
 
