@@ -8,7 +8,7 @@ is killed, crashes or hangs cannot say what it was doing.
     aside, slot 2   whether the rank works on requests beside these steps, and on which
     held, slot 3    whether a thread makes grammars, and of which requests
 
-    begin           write the slot of step `begun`, which no step that runs uses; then count `begun`
+    begin           write the slot of step `begun`, which no step that runs uses, if it has others; then count `begun`
     end             count `ended`
     begin_aside     reset `aside`, write slot 2, set `aside`: a request is taken in, drafts are made for those that run,
                     or the scheduler has failed for one of its own
@@ -67,11 +67,19 @@ class StepRecord:
         self._words = memoryview(self._bytes).cast("Q")
         self._words[_BEGUN] = self._words[_ENDED] = self._words[_ASIDE] = self._words[_HELD] = 0
         self._encode = msgspec.msgpack.Encoder().encode
+        self._written: list[Sequence[str] | None] = [None] * _STEPS
 
     def begin(self, requests: Sequence[str]) -> None:
-        """A step is about to be launched. Of a step whose ids are too long for a slot, none is recorded."""
+        """A step is about to be launched. Of a step whose ids are too long for a slot, none is recorded.
+
+        Args:
+            requests: its requests' ids; a list that does not change any more.
+        """
         step = self._words[_BEGUN]
-        self._write(step % _STEPS, requests)
+        slot = step % _STEPS
+        if requests != self._written[slot]:  # decode steps have the same ones, mostly
+            self._write(slot, requests)
+            self._written[slot] = requests
         self._words[_BEGUN] = step + 1
 
     def end(self) -> None:

@@ -63,12 +63,11 @@ def test_the_commands_were_those_of_the_clone(shell: Shell, clone: Path) -> None
 
 def test_the_set_up_ends_with_the_command_that_comes_next() -> None:
     """`make setup` says it; the demo does at its end (`test_examples.py`)."""
-    makefile = ROOT / "Makefile"
-    planned = subprocess.run(
-        ["make", "--dry-run", "--file", str(makefile), "setup"], cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
-    assert planned.stdout.splitlines()[-1].startswith("echo 'source .venv/bin/activate ")
-    planned = subprocess.run(
-        ["make", "--dry-run", "--file", str(makefile), "lint"], cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
-    assert "activate" not in planned.stdout
+    assert planned("setup").splitlines()[-1].startswith("echo 'source .venv/bin/activate ")
+    assert "activate" not in planned("lint")
+
+
+def planned(target: str) -> str:
+    """What make would run, also if it is make that runs the tests."""
+    command = ["make", "--no-print-directory", "--dry-run", "--file", str(ROOT / "Makefile"), target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout

@@ -263,8 +263,8 @@ class EngineCore:
     def _launch(self) -> tuple[LaunchedStep, Trace | None]:
         """Launch the next step; returns it, and the trace that records it."""
         self.idle = False  # until this turn has processed an empty step
-        record = self.record
-        if record is not None and self.scheduler.drafts:  # a draft network runs, or the tokens of each are searched
+        record, drafts = self.record, self.scheduler.drafts
+        if record is not None and drafts:  # a draft network runs, or the tokens of each are searched
             record.begin_aside(self.scheduler.running)
         try:
             step = self.scheduler.schedule()
@@ -273,7 +273,8 @@ class EngineCore:
                 self._suspect_all()
             raise
         if record is not None:
-            record.end_aside()
+            if drafts:
+                record.end_aside()
             record.begin(list(map(_request_id, step.shares)))
         with self.tracer.step() as trace:
             launched = self.executor.launch(step)
