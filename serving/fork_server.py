@@ -14,8 +14,9 @@ forks only for the environment that it was started in. A caller whose variables 
 for its imports.
 
 A server ends with its caller, and its processes with it, whoever is killed: the system kills a process whose server has
-ended (PR_SET_PDEATHSIG). After that the next start begins a new one. A server that does not answer (it was stopped, or
-its disk hangs) fails a start, which names it; the next start begins a new one, too.
+ended (PR_SET_PDEATHSIG). After that the next start begins a new one. So does a start that a server does not answer: it
+was stopped, or its disk hangs. That server ends with the last of its processes. One that has never answered fails the
+start, which names it. (A server that is stopped when its caller is killed ends once it is continued.)
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class CannotFork(UBatchError):
     abandoned."""
 
 
+class _NoAnswer(CannotFork):
+    """A server does not answer any more."""
+
+
 class _Child(Protocol):
     """The server's process, to whoever has started it."""
 
@@ -91,12 +96,12 @@ class ForkServer:
         environ: the variables that it was started with; None if it forks for any.
 
     Attributes:
-        answers_s: how long it may take to answer the next request, in seconds.
+        answered: whether it has answered a request: it has imported what it needs.
     """
 
     def __init__(self, connection: socket.socket, process: _Child, environ: Mapping[str, str] | None) -> None:
         self._connection, self._process, self._environ = connection, process, environ
-        self.answers_s = _IMPORTS_S
+        self.answered = False
         self._end = weakref.finalize(self, _end, connection, process)
 
     @classmethod
@@ -126,8 +131,12 @@ class ForkServer:
             return False
         return not is_readable(self._connection.fileno())  # the server never writes there: it can only end
 
+    def kill(self) -> None:
+        """Kill the server, and its processes with it."""
+        self._process.kill()
+
     def close(self) -> None:
-        """End the server, and its processes with it."""
+        """The same, and wait for its end."""
         self._end()
 
     def __str__(self) -> str:
@@ -164,11 +173,17 @@ def use(server: ForkServer | None) -> None:
     _current = server
 
 
-def _give_up(server: ForkServer) -> None:
+def _give_up(server: ForkServer | None) -> None:
     """Fork from another one from now on. This one ends with the last of its processes."""
     with _changing:
         if _current is server:
             use(None)
+
+
+def kill_server() -> None:
+    """Kill the present one, and with it its processes, without waiting: this process ends without its exit handlers."""
+    if _current is not None:
+        _current.kill()
 
 
 os.register_at_fork(after_in_child=lambda: use(None))  # a child would share its parent's connection
@@ -248,9 +263,11 @@ class _Forked(popen_forkserver.Popen):
     """The caller's side of a process; `multiprocessing` calls it.
 
     Attributes:
-        server: what it is forked by.
+        server: what it is forked by; None once it is closed.
         sentinel: its end of a pipe, in which the server writes the process's id, and its exit status at the end.
     """
+
+    server: ForkServer | None = None
 
     def _launch(self, process: BaseProcess) -> None:
         data = io.BytesIO()
@@ -264,7 +281,7 @@ class _Forked(popen_forkserver.Popen):
         try:
             try:
                 self._ask(data.getbuffer(), process.abandoned)  # type: ignore[attr-defined]
-            except (OSError, EOFError):  # the server has ended just now
+            except (OSError, EOFError, _NoAnswer):  # the server has ended just now, or hangs
                 self.close()
                 self._ask(data.getbuffer(), process.abandoned)  # type: ignore[attr-defined]
         except (OSError, EOFError) as error:
@@ -275,36 +292,27 @@ class _Forked(popen_forkserver.Popen):
             raise
 
     def _ask(self, data: memoryview, abandoned: threading.Event) -> None:
-        self.server = begin()  # it lives as long as one of its processes
+        server = self.server = begin()  # it lives as long as one of its processes
         self.sentinel, told = os.pipe()
         received, sent = os.pipe()
         self.finalizer = util.Finalize(self, _close, (sent, self.sentinel))  # a process whose `sent` is closed ends
         try:
-            self.server.fork([received, told, 1, 2, *self._fds])  # type: ignore[attr-defined]
+            server.fork([received, told, 1, 2, *self._fds])  # type: ignore[attr-defined]
         finally:
             os.close(received)
             os.close(told)
-        self._wait_until(partial(is_readable, self.sentinel, _LOOK_S), abandoned)
+        _await(server, partial(is_readable, self.sentinel, _LOOK_S), abandoned)
         self.pid = forkserver.read_signed(self.sentinel)
-        self.server.answers_s = _ANSWERS_S
+        server.answered = True
         os.set_blocking(sent, False)
         while data:
-            self._wait_until(partial(is_writable, sent, _LOOK_S), abandoned)
+            _await(server, partial(is_writable, sent, _LOOK_S), abandoned)
             data = data[os.write(sent, data) :]
 
-    def _wait_until(self, ready: Callable[[], bool], abandoned: threading.Event) -> None:
-        """Wait for the server, or for what it has forked. Only time in which this process runs counts."""
-        limit_s, waited_s = self.server.answers_s, 0.0
-        while not ready():
-            waited_s += _LOOK_S
-            if abandoned.is_set():
-                raise CannotFork("the start of the ranks was abandoned.")
-            if waited_s > limit_s:
-                _give_up(self.server)
-                raise CannotFork(
-                    f"{self.server} has not answered for {limit_s:g} s. Is it stopped (state T), or does it wait for a "
-                    f"disk (D)? The next start begins another one."
-                )
+    def close(self) -> None:
+        """See `multiprocessing`; and do not hold the server any more."""
+        super().close()
+        self.server = None
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """See `multiprocessing`: the exit status, or None."""
@@ -319,6 +327,22 @@ class _Forked(popen_forkserver.Popen):
         if self.poll() is None:
             with suppress(ProcessLookupError):  # it ends just now
                 os.kill(self.pid, number)
+
+
+def _await(server: ForkServer, ready: Callable[[], bool], abandoned: threading.Event) -> None:
+    """Wait for a server, or for what it has forked. Only time in which this process runs counts."""
+    limit_s, error = (_ANSWERS_S, _NoAnswer) if server.answered else (_IMPORTS_S, CannotFork)
+    waited_s = 0.0
+    while not ready():
+        waited_s += _LOOK_S
+        if abandoned.is_set():
+            raise CannotFork("the start of the ranks was abandoned.")
+        if waited_s > limit_s:
+            _give_up(server)
+            raise error(
+                f"{server} has not answered for {limit_s:g} s. Is it stopped (state T), or does it wait for a disk "
+                f"(D)? The next start begins another one."
+            )
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

@@ -71,12 +71,14 @@ def process_state(pid: int | None) -> str:
 
 
 def is_dead(pid: int | None) -> bool:
-    """Whether a process has ended, and whoever started it has not asked how. If a thread of it waits for a driver, it
-    has not, though its main thread has."""
+    """Whether a process has ended, told or not; False where the system does not say. If a thread of it waits for a
+    driver, it has not ended, though its main thread has."""
+    if not Path("/proc/self/task").exists():
+        return False
     try:
         return process_state(pid) == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
-    except OSError:
-        return False
+    except FileNotFoundError:
+        return True
 
 
 def kill(processes: Iterable[BaseProcess]) -> list[BaseProcess]:

@@ -44,6 +44,7 @@ from serving.engine.launch import EngineMain
 from serving.engine.rank.process import run_engine
 from serving.engine.run_folder import RunFolder
 from serving.engine_metrics import show_balance, show_cache, show_moves, show_restarts
+from serving.fork_server import kill_server
 from serving.generation_config import request_defaults
 from serving.logs import log_event
 from serving.metrics import make_registry
@@ -118,6 +119,7 @@ def _end_at_once(number: int) -> NoReturn:
     log_event(_logger, "ended at once", level=logging.WARNING, signal=signal.Signals(number).name)
     for engine in multiprocessing.active_children():
         engine.kill()
+    kill_server()
     RunFolder.remove_all()
     sys.stderr.flush()
     os._exit(128 + number)

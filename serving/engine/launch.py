@@ -22,7 +22,7 @@ from serving.engine.wire.messages import Failed, RankFound
 from serving.engine.wire.rendezvous import Place
 from serving.fork_server import ForkedProcess
 from serving.logs import log_event
-from serving.processes import how_it_ended, kill, process_state
+from serving.processes import how_it_ended, is_dead, kill, process_state
 from ubatch import ConfigError, UBatchError
 
 _logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ def require_descriptors(options: EngineOptions) -> None:
         )
 
 
+_LOOK_S = 0.5
+"""How often whoever waits for ranks looks whether they have ended, though that is not told, in seconds."""
 _UNGUARDED = 78
 """Exit status of a rank whose main module would start ranks itself while it is imported."""
 _UNGUARDED_TEXT = (
@@ -143,10 +145,10 @@ class LocalEngines:
     def join(self, timeout_s: float) -> bool:
         """Wait until all processes have ended; returns False if some still run after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        alive = [process.sentinel for process in self._processes.values() if process.is_alive()]
+        alive = [process for process in self._processes.values() if process.is_alive()]
         while alive and (left := deadline - time.monotonic()) > 0:
-            ended = wait(alive, left)
-            alive = [sentinel for sentinel in alive if sentinel not in ended]
+            wait([process.sentinel for process in alive], min(left, _LOOK_S))
+            alive = [process for process in alive if process.is_alive() and not is_dead(process.pid)]
         return not alive
 
     def kill(self) -> None:

@@ -81,10 +81,10 @@ class Speculation:
             return None
         self.drafting = True
         proposed = self._proposer.propose([requests[index] for index in asked], [wanted[index] for index in asked])
-        self.drafting = False
         drafts = [Draft(())] * len(requests)
         for index, draft in zip(asked, proposed, strict=True):
             drafts[index] = draft if requests[index].grammar is None else _obeying(requests[index], draft)
+        self.drafting = False
         count = max(len(draft.tokens) for draft in drafts)
         if count == 0:
             return None

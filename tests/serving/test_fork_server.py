@@ -250,23 +250,53 @@ def test_a_server_that_ends_at_once_is_told(server: ForkServer, monkeypatch: pyt
 
 
 def test_a_server_that_does_not_answer_is_named_and_another_one_begins(
-    server: ForkServer, capfd: pytest.CaptureFixture[str]
+    server: ForkServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(exit_7).join()  # it serves
-    before, server.answers_s = open_descriptors(), 0.3
+    monkeypatch.setattr(fork_server, "_IMPORTS_S", 0.3)
+    before = open_descriptors()
     os.kill(pid_of(server), signal.SIGSTOP)
     with pytest.raises(CannotFork, match=rf"\({pid_of(server)}, in state T\) has not answered for 0.3 s"):
         start(say, "nobody waits for this one")
     assert open_descriptors() == before
+    monkeypatch.undo()
     assert how_it_ended(start(exit_7)) == "died with exit status 7"
     assert fork_server._current is not server
-    server.answers_s = 30.0
     os.kill(pid_of(server), signal.SIGCONT)  # it forks what nobody waits for any more
     fork_server.use(server)
     assert how_it_ended(start(exit_7)) == "died with exit status 7"
     assert fork_server._current is server
     assert wait_until(lambda: not Path(f"/proc/{pid_of(server)}/task/{pid_of(server)}/children").read_text())
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_server_that_has_served_and_hangs_is_replaced_at_once(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "_ANSWERS_S", 0.3)
+    first = start(exit_7)
+    first.join()
+    os.kill(pid_of(server), signal.SIGSTOP)
+    monkeypatch.undo()
+    server_of = [each._popen.server for each in (first, start(exit_7))]  # type: ignore[attr-defined]
+    assert server_of == [server, fork_server._current]
+    assert fork_server._current is not server
+    first.release()
+    assert first._popen.server is None, "the server ends with the last of its processes"  # type: ignore[attr-defined]
+
+
+def test_processes_end_though_their_end_is_not_told(server: ForkServer, tmp_path: Path) -> None:
+    engines = LocalEngines(tiny(2), Place(tmp_path), exit_soon)
+    os.kill(pid_of(server), signal.SIGSTOP)
+    begun = time.monotonic()
+    assert engines.join(30)
+    assert time.monotonic() - begun < 10
+    os.kill(pid_of(server), signal.SIGCONT)
+    engines.kill()
+
+
+def exit_soon(options: EngineOptions, rank: int, place: Place) -> None:
+    time.sleep(0.5)
+    sys.exit(0)
 
 
 def test_a_start_may_be_abandoned(server: ForkServer) -> None:

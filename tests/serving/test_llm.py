@@ -380,6 +380,7 @@ def test_ranks_that_are_killed_are_started_again_and_no_token_changes(no_thread_
         timer = threading.Timer(0.1, rank.kill)
         timer.start()
         assert tokens(llm.generate(TEXTS, long)) == undisturbed
+        assert timer.finished.is_set(), "it was killed meanwhile"
         timer.join()
         rank.join(10)
         assert rank.exitcode == -signal.SIGKILL

@@ -105,7 +105,7 @@ def run_engine_that_finds_the_other_gone(options: EngineOptions, rank: int, plac
     def connect(*_: Any, **how: Any) -> None:
         if rank == 0:
             raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:144] Connection closed by peer")
-        time.sleep(1.0)
+        time.sleep(0.3)
         os._exit(3)
 
     dist.init_process_group = connect

@@ -137,8 +137,13 @@ def test_a_node_that_is_told_to_end_while_it_starts_says_so() -> None:
     port = free_port()
 
     def body() -> None:
-        os.kill(fork_server.begin()._process.pid, signal.SIGSTOP)  # so its rank is never forked
-        os._exit(run_node(tiny(2, nnodes=2, node_rank=1, master_port=port)))
+        server = fork_server.begin()
+        os.kill(server._process.pid, signal.SIGSTOP)  # so its rank is never forked
+        try:
+            status = run_node(tiny(2, nnodes=2, node_rank=1, master_port=port))
+        finally:
+            server.close()
+        os._exit(status)
 
     node = in_child(body)
 

@@ -243,7 +243,7 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
     """Join torch.distributed's default group: the ranks that step with this one. Every rank must call it.
 
     Raises:
-        TransferTimeout: they cannot be reached, or one has ended meanwhile.
+        TransferTimeout: they could not connect: one has ended meanwhile, for example.
     """
     several = options.nnodes > 1
     choose_interface(options.master_addr if several else LOOPBACK, several=several)
@@ -266,7 +266,7 @@ def init_ranks(run: Run, rank: int, options: EngineOptions) -> None:
             timeout=PATIENCE,
         )
     except RuntimeError as error:
-        raise TransferTimeout(f"the other ranks cannot be reached: {first_line(error)}.") from error
+        raise TransferTimeout(f"the ranks could not connect: {first_line(error)}.") from error
 
 
 def first_line(error: BaseException) -> str:

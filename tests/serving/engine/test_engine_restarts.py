@@ -207,7 +207,13 @@ def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None
     served.close()
 
 
-@pytest.mark.parametrize("main", [run_poisonable_engine, run_engine_with_poisonable_schedule], ids=["step", "schedule"])
+@pytest.mark.parametrize(
+    "main",
+    [
+        pytest.param(run_poisonable_engine, id="step"),
+        pytest.param(run_engine_with_poisonable_schedule, id="schedule", marks=pytest.mark.slow),
+    ],
+)
 def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None:
     """Each step that it is in raises, or the scheduler, as long as it has it; the others, on two ranks that share
     experts, give what they give without it."""
@@ -241,10 +247,11 @@ def test_engines_start_again_though_the_process_that_forks_them_is_stopped(monke
         async def scenario() -> None:
             undisturbed = await all_outputs(client, "before")
             running = asyncio.create_task(all_outputs(client, "after"))
-            await asyncio.sleep(0.05)
+            assert await wait_for(lambda: client.statistics[0].num_running == len(PROMPTS))
             os.kill(server._process.pid, signal.SIGSTOP)
             await kill_one(client)
             assert await running == undisturbed
+            assert await wait_for(lambda: client.pause is None)
             assert fork_server._current is not server
 
         served.run(scenario())
