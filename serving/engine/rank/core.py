@@ -263,7 +263,8 @@ class EngineCore:
     def _launch(self) -> tuple[LaunchedStep, Trace | None]:
         """Launch the next step; returns it, and the trace that records it."""
         self.idle = False  # until this turn has processed an empty step
-        record, drafts = self.record, self.scheduler.drafts
+        record = self.record
+        drafts = record is not None and self.scheduler.drafts
         if record is not None and drafts:  # a draft network runs, or the tokens of each are searched
             record.begin_aside(self.scheduler.running)
         try:
