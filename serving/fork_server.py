@@ -1,13 +1,13 @@
 """A process that has imported what ranks need, and forks them: a rank starts in milliseconds, not in seconds.
 
-    caller     begin            starts the server, which imports `PRELOADED` meanwhile
+    caller     begin            starts the server (`fork_loop`), which imports what ranks need meanwhile
                process.start()  sends a request: descriptors, among them a pipe for what the process is to run
     server     forks; sends the process's id, and its exit status when it has ended
     process    runs its function as one that `multiprocessing` spawns: with the caller's environment, folder, arguments,
                main module, limit of open files, file mode mask, cores, standard output and error
 
-The server does nothing else. It has one thread, as a fork takes only one along; it never touches a GPU; and it does not
-import Triton. It ignores SIGINT and SIGTERM, which often reach every process of a group while the caller still drains.
+The server does nothing else. It ignores SIGINT and SIGTERM, which often reach every process of a group while the caller
+still drains.
 
 Some libraries read the environment when they are loaded (OpenMP's, for example), and that is in the server. So a server
 forks only for the environment that it was started in. A caller whose variables have changed gets another one, and waits
@@ -21,39 +21,29 @@ start, which names it. (A server that is stopped when its caller is killed ends 
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import importlib
 import io
-import multiprocessing
 import os
-import pickle
-import resource
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Protocol
 
+from serving import fork_loop
+from serving.fork_loop import Inherited, close_all
 from serving.processes import is_readable, is_writable, process_state
 from ubatch.errors import UBatchError
 
-PRELOADED = ("serving.engine.rank.process", "attention.backends.native", "attention.backends.torch", "moe.experts.cpu")
-"""Modules that the server imports, and all that these import."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """Set for the server alone: numpy would start threads when it is imported."""
-_IGNORED = (signal.SIGINT, signal.SIGTERM)
-_PR_SET_PDEATHSIG = 1
-_MOST_DESCRIPTORS = 64
 _IMPORTS_S, _ANSWERS_S = 300.0, 30.0
 """How long a server may take to answer: the first time, when it imports from a cold disk, and later, in seconds."""
 _LOOK_S = 0.1
@@ -110,14 +100,15 @@ class ForkServer:
         environ = dict(os.environ)
         ours, theirs = socket.socketpair()
         with theirs:
-            run = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({theirs.fileno()})"
+            imported = f"import sys; sys.path[:] = {sys.path!r}; from {fork_loop.__name__} import serve"
+            run = f"{imported}; serve({theirs.fileno()})"
             flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
             words = [sys.executable, *flags, "-c", run]
             process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=environ | _ONE_THREAD)
         return cls(ours, process, environ)
 
     def fork(self, descriptors: Sequence[int]) -> None:
-        """Ask for a process; `descriptors` are those of `_run_forked`.
+        """Ask for a process; `descriptors` are those of `fork_loop._run_forked`.
 
         Raises:
             OSError: the server is gone.
@@ -232,33 +223,6 @@ class ForkedProcess(BaseProcess):
             self._popen.close()  # type: ignore[attr-defined]
 
 
-class _Inherited(NamedTuple):
-    """What a process that is spawned would inherit from its caller."""
-
-    environ: Mapping[str, str]
-    open_files: tuple[int, int]
-    umask: int
-    cores: Set[int] | None
-
-    @classmethod
-    def of_this_process(cls) -> _Inherited:
-        with _changing:
-            umask = os.umask(0o077)  # it can only be read by setting it; files of other threads may be too private
-            os.umask(umask)
-        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-        return cls(dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE), umask, cores)
-
-    def take(self) -> None:
-        """Make them this process's."""
-        if dict(os.environ) != self.environ:
-            os.environ.clear()
-            os.environ.update(self.environ)
-        resource.setrlimit(resource.RLIMIT_NOFILE, self.open_files)
-        os.umask(self.umask)
-        if self.cores is not None:
-            os.sched_setaffinity(0, self.cores)
-
-
 class _Forked(popen_forkserver.Popen):
     """The caller's side of a process; `multiprocessing` calls it.
 
@@ -273,7 +237,7 @@ class _Forked(popen_forkserver.Popen):
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(_Inherited.of_this_process(), data)
+            reduction.dump(Inherited.of_this_process(), data)
             reduction.dump(spawn.get_preparation_data(process.name), data)
             reduction.dump(process, data)
         finally:
@@ -295,7 +259,7 @@ class _Forked(popen_forkserver.Popen):
         server = self.server = begin()  # it lives as long as one of its processes
         self.sentinel, told = os.pipe()
         received, sent = os.pipe()
-        self.finalizer = util.Finalize(self, _close, (sent, self.sentinel))  # a process whose `sent` is closed ends
+        self.finalizer = util.Finalize(self, close_all, (sent, self.sentinel))  # a process whose `sent` is closed ends
         try:
             server.fork([received, told, 1, 2, *self._fds])  # type: ignore[attr-defined]
         finally:
@@ -343,131 +307,3 @@ def _await(server: ForkServer, ready: Callable[[], bool], abandoned: threading.E
                 f"{server} has not answered for {limit_s:g} s. Is it stopped (state T), or does it wait for a disk "
                 f"(D)? The next start begins another one."
             )
-
-
-# -- the server --------------------------------------------------------------------------------------------------------
-
-
-def serve(connection: int) -> NoReturn:
-    """Main function of a server: import, then fork for whoever has the other end of the socket, until it is closed."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
-    for name in PRELOADED:
-        importlib.import_module(name)
-    serve_imported(connection, before)
-
-
-def serve_imported(connection: int, before: Mapping[signal.Signals, Any]) -> NoReturn:
-    """As `serve`, in a process that has imported all.
-
-    Args:
-        before: handlers of signals, for the processes.
-    """
-    gc.collect()
-    gc.freeze()  # what is imported is no garbage, and is shared as long as nobody writes to it
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    before = {**before, signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None)}
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    told: dict[int, int] = {}  # process id -> where to write its exit status
-    caller = socket.socket(fileno=connection)
-    watched = select.poll()  # `select` would refuse descriptors from 1,024 on, and the caller's may have any number
-    for each in (caller.fileno(), woken):
-        watched.register(each, select.POLLIN)
-    while True:
-        ready = {each for each, _ in watched.poll()}
-        if woken in ready:
-            os.read(woken, 1 << 12)
-            _tell_of_ended(told)
-        if caller.fileno() in ready:
-            asked, descriptors, _, _ = socket.recv_fds(caller, 1, _MOST_DESCRIPTORS)
-            if not asked:
-                os._exit(0)
-            server = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-                _close(caller.detach(), woken, wake, *told.values())
-                _run_forked(server, *descriptors)
-            _, told[pid], *_ = descriptors
-            with suppress(BrokenPipeError):  # the caller has not waited so long
-                forkserver.write_signed(told[pid], pid)
-            _close(*(each for each in descriptors if each != told[pid]))
-
-
-def _tell_of_ended(told: dict[int, int]) -> None:
-    while told:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        with suppress(BrokenPipeError):  # nobody waits for it any more
-            forkserver.write_signed(told[pid], os.waitstatus_to_exitcode(status))
-        _close(told.pop(pid))
-
-
-def _close(*descriptors: int) -> None:
-    for each in descriptors:
-        os.close(each)
-
-
-# -- the process -------------------------------------------------------------------------------------------------------
-
-
-def _run_forked(server: int, received: int, told: int, out: int, err: int, *others: int) -> NoReturn:
-    """Main function of a process.
-
-    Args:
-        received: pipe in which the caller writes what to run; its other end is closed when the caller ends.
-        told: not for this process.
-        out, err: the caller's standard output and error.
-        others: descriptors within what is received.
-    """
-    status = 1
-    try:
-        if sys.platform == "linux":  # elsewhere a rank notices within a second (`check_parent`)
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:
-            os._exit(1)
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        _close(told, out, err)
-        forkserver._forkserver._inherited_fds = list(others)  # type: ignore[attr-defined]  # `DupFd` takes them there
-        status = _main(received)
-    except SystemExit as exit:  # of the main module while it is imported; later ones are statuses already
-        status = _status_of(exit)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _status_of(exit: SystemExit) -> int:
-    """As the interpreter ends with it."""
-    if exit.code is None or isinstance(exit.code, int):
-        return exit.code or 0
-    print(exit.code, file=sys.stderr)
-    return 1
-
-
-def _main(received: int) -> int:
-    """As `multiprocessing.spawn._main`."""
-    caller = os.dup(received)
-    itself = multiprocessing.current_process()
-    with os.fdopen(received, "rb") as file:
-        itself._inheriting = True  # type: ignore[attr-defined]
-        try:
-            try:
-                inherited: _Inherited = pickle.load(file)
-            except EOFError:  # the caller has not waited so long
-                return 1
-            inherited.take()
-            spawn.prepare(pickle.load(file))
-            process = pickle.load(file)
-        finally:
-            del itself._inheriting  # type: ignore[attr-defined]
-    status: int = process._bootstrap(caller)
-    return status

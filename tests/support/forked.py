@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from multiprocessing import connection, forkserver, reduction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from serving.fork_server import ForkServer
+    from serving.fork_server import ForkedProcess, ForkServer
 
 _getppid = os.getppid
 PRELOAD = ["torch", "torch.distributed.distributed_c10d", "ubatch"]
@@ -55,7 +56,7 @@ def fork_server() -> None:
 
 def forked_server() -> ForkServer:
     """A server of ranks, forked from this process."""
-    from serving import fork_server
+    from serving import fork_loop, fork_server
 
     mine, theirs = socket.socketpair()
 
@@ -65,7 +66,7 @@ def forked_server() -> ForkServer:
         handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)
-        fork_server.serve_imported(theirs.detach(), handlers)
+        fork_loop.serve_imported(theirs.detach(), handlers)
 
     child = _forked(serve)
     theirs.close()
@@ -93,6 +94,27 @@ def own_server() -> Iterator[ForkServer]:
         for each in begun:
             each.close()
         multiprocessing.active_children()  # forgets those that have ended with a server
+
+
+def start(target: Callable[..., object], *args: Any) -> ForkedProcess:
+    """A process that the present server forks."""
+    from serving.fork_server import ForkedProcess
+
+    process = ForkedProcess(target=target, args=args, name="rank 0")
+    process.start()
+    return process
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def exit_7() -> None:
+    sys.exit(7)
+
+
+def wait_long() -> None:
+    time.sleep(600)
 
 
 @dataclass

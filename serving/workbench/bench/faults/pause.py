@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import calendar
+import math
 import random
 import re
 import tempfile
@@ -154,8 +155,8 @@ def run_cost(setting: Setting) -> Found:
     found: dict[str, list[float]] = defaultdict(list)
     arms = [("on", _ON), ("off", _OFF)]
     pairs = min(_PAIRS, setting.sizes.blocks)
+    blocks = math.ceil(setting.sizes.blocks / pairs)
     for pair in range(pairs):
-        blocks = setting.sizes.blocks // pairs
         for name, values in _pair(setting, dict(arms if pair % 2 else arms[::-1]), blocks).items():
             found[name] += values
     ratio = paired(found["off"], found["on"])

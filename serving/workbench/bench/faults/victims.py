@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from serving import fork_server
+from serving import fork_loop
 from serving.workbench.bench.server.abuse.watch import resident_bytes
 from serving.workbench.bench.server.load import read_metrics, served_model
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
@@ -88,7 +88,7 @@ class Subject:
         return {rank: pid for rank, pid in told.items() if runs(pid)}
 
     def starting(self) -> list[int]:
-        """Process ids of ranks that start: they are forked (`fork_server`), but not in the log yet."""
+        """Process ids of ranks that start: they are forked (`fork_loop`), but not in the log yet."""
         logged = set(self.engines().values())
         return [pid for pid in self.processes() if pid not in logged and _is_rank(pid, self.pid)]
 
@@ -190,7 +190,7 @@ def _parent(pid: int) -> int:
 
 
 def _is_rank(pid: int, api: int) -> bool:
-    server, mark = _parent(pid), fork_server.__name__.encode()
+    server, mark = _parent(pid), fork_loop.__name__.encode()
     return _parent(server) == api and all(mark in _read(each, "cmdline") for each in (pid, server))
 
 
