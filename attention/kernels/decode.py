@@ -25,6 +25,7 @@ from ubatch.kernels.triton_jit import cdiv, jit, power_of_2
 MAX_SPLITS = 64
 _NUMBERS_PER_WARP = 1024  # elements of the splits' outputs that a warp reduces
 MIN_KEYS_PER_SPLIT = 128  # with fewer keys, reducing costs more than splitting gains
+_MISSING = 16  # one program of so many may be missing
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class DecodeSplits:
     ) -> "DecodeSplits":
         """Choose enough splits to launch `num_programs` programs, but none shorter than `MIN_KEYS_PER_SPLIT` keys.
 
+        A sixteenth of the programs may be missing: one more split would give a few idle processors work, and all of
+        them a second kernel.
+
         Args:
             max_queries: most queries of a request.
             max_seq_len: tokens of the longest request; for a graph, of the longest that its limits allow.
@@ -63,7 +67,9 @@ class DecodeSplits:
         seen = max_seq_len
         if shape.sliding_window is not None:
             seen = min(seen, shape.sliding_window + max_queries - 1)
-        wanted = cdiv(num_programs, max(1, num_reqs) * (blocks or shape.num_kv_heads))
+        per_split = max(1, num_reqs) * (blocks or shape.num_kv_heads)
+        wanted, missing = divmod(num_programs, per_split)
+        wanted += missing > num_programs // _MISSING
         return cls(max_queries, max(1, min(wanted, cdiv(seen, MIN_KEYS_PER_SPLIT), MAX_SPLITS)), tile)
 
     def workspace_numbers(self, shape: AttentionShape, num_reqs: int) -> int:

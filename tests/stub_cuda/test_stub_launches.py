@@ -44,7 +44,7 @@ class Arm:
 ARMS = {
     "whole, local": Arm(13, False, lambda experts: make_all2all("local", group=None, num_experts=experts)),
     "whole, host_loopback": Arm(23, False, lambda experts: HostLoopbackAll2All(num_experts=experts)),
-    "two lanes, host_loopback": Arm(48, True, lambda experts: HostLoopbackAll2All(num_experts=experts)),
+    "two lanes, host_loopback": Arm(46, True, lambda experts: HostLoopbackAll2All(num_experts=experts)),
 }
 FEW, MANY = SIZES = 2, 16
 """Layers of the two models whose difference is what a layer takes."""

@@ -100,8 +100,17 @@ def test_a_tile_of_many_rows_reads_latents_once(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("num_reqs", "max_seq_len", "window", "expected"),
-    [(1, 4096, None, 32), (1, 64, None, 4), (8, 4096, None, 4), (64, 4096, None, 1), (1, 4096, 50, 4), (0, 0, None, 1)],
-    ids=["long", "short", "several", "many", "window", "nothing"],
+    [
+        (1, 4096, None, 32),
+        (1, 64, None, 4),
+        (8, 4096, None, 4),
+        (7, 4096, None, 5),
+        (31, 4096, None, 1),
+        (64, 4096, None, 1),
+        (1, 4096, 50, 4),
+        (0, 0, None, 1),
+    ],
+    ids=["long", "short", "several", "one more", "nearly enough", "many", "window", "nothing"],
 )
 def test_keys_are_split_as_long_as_there_are_programs_to_run_them(
     num_reqs: int, max_seq_len: int, window: int | None, expected: int
