@@ -1,6 +1,6 @@
 """`ubatch bench eplb`: what balanced experts gain and cost, on two ranks with skewed routers over an emulated link.
 
-    gain       without, with, and with perfect balance; with DBO and without; nine times as many blocks
+    gain       without, with, and with perfect balance; with DBO and without; six times as many blocks
     same       greedy tokens with balance against those without
     predict    the simulator's times of skewed steps, from the stages of balanced ones
     counting   what counting the load costs, timed alone
@@ -8,7 +8,7 @@
     shift      steps until experts are balanced again when others become popular
 
 The model is a random Qwen3-MoE of 115 M parameters with three layers, which has 64 experts of 384 in each, eight of
-them for a token; steps are prefills, and every rank is pinned to a core.
+them for a token, unless other sizes are given; steps are prefills, and every rank is pinned to a core.
 The file of `--json` is written after each part: a run that is interrupted loses only the part that ran.
 """
 
@@ -37,7 +37,7 @@ from serving.workbench.bench.statistics import environment
 from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
 
 _QUICK_BLOCKS = 3
-_GAIN = 9
+_GAIN = 6
 """Blocks of `gain` for each that was asked for: a share of a difference needs more of them than a ratio."""
 
 
@@ -58,6 +58,9 @@ class Options(StepOptions):
     only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
     quick: Annotated[bool, Field(description="few blocks and steps: shows that it runs, not how fast")] = False
     layers: Annotated[int | None, Field(ge=2, description="of the random model; 3 if not given")] = None
+    experts: Annotated[int, Field(ge=2, description="of a layer of the random model")] = 64
+    experts_per_token: Annotated[int, Field(ge=1, description="of the random model")] = 8
+    expert_size: Annotated[int, Field(ge=1, description="inner size of an expert of the random model")] = 384
     balancedness: Annotated[
         float, Field(gt=0, le=1, description="mean / busiest rank of experts in the order of their ids")
     ] = 0.65
@@ -82,11 +85,14 @@ class Options(StepOptions):
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
         """Of the random model: fewer layers than elsewhere, with more and larger experts, more of them per token."""
         size = replace(
-            super().size, num_hidden_layers=self.layers or 3, num_experts_per_tok=8, moe_intermediate_size=384
+            super().size,
+            num_hidden_layers=self.layers or 3,
+            num_experts_per_tok=self.experts_per_token,
+            moe_intermediate_size=self.expert_size,
         )
         if isinstance(size, RandomQwen3Moe):
-            return replace(size, num_experts=2 * size.num_experts)
-        return replace(size, n_routed_experts=2 * size.n_routed_experts)
+            return replace(size, num_experts=self.experts)
+        return replace(size, n_routed_experts=self.experts)
 
     @property
     def eplb(self) -> EplbConfig:

@@ -21,6 +21,8 @@ from serving.workbench.bench.step_setting import interleave_on_ranks
 
 LEAST_POSSIBLE = 1.15
 _LANES = {"serial": 1, "dbo": 2}
+_TURNS = {"serial": 1, "dbo": 3}
+"""How often a block compares balanced steps, A B B A: in two lanes they scatter twice as much."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
     for lanes, count in _LANES.items():
         steps = {name: partial(each.timed, each.schedule(count)) for name, each in models.settings.items()}
         arms[f"without {lanes}"] = steps["without"]
-        arms[f"balanced {lanes}"] = _side_by_side({f"{name} {lanes}": steps[name] for name in ("with", "perfect")})
+        balanced = {f"{name} {lanes}": steps[name] for name in ("with", "perfect")}
+        arms[f"balanced {lanes}"] = _side_by_side(balanced, _TURNS[lanes])
     found = interleave_on_ranks(arms, blocks, "gain")
 
     def of(name: str, lanes: str) -> Sequence[float]:
@@ -83,15 +86,16 @@ def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
     )
 
 
-def _side_by_side(steps: Mapping[str, Callable[[], float]]) -> Arm:
-    """An arm of two kinds of steps, A B B A, the next time B A A B: they differ little, so they follow each other."""
+def _side_by_side(steps: Mapping[str, Callable[[], float]], turns: int) -> Arm:
+    """An arm of two kinds of steps, A B B A, the next turn B A A B: they differ little, so they follow each other."""
     order = [*steps]
 
     def run() -> dict[str, float]:
         times: dict[str, list[float]] = {name: [] for name in steps}
-        for name in (*order, *reversed(order)):
-            times[name].append(steps[name]())
-        order.reverse()
+        for _ in range(turns):
+            for name in (*order, *reversed(order)):
+                times[name].append(steps[name]())
+            order.reverse()
         return {name: fmean(values) for name, values in times.items()}
 
     return run
