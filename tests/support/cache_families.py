@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-from zoo_caches import BAMBA, JAMBA, LFM2, MAMBA2, NEXT, SSM
+from transformers import DynamicCache, EncoderDecoderCache
+from zoo_caches import BAMBA, JAMBA, LFM2, MAMBA2, NEXT, SSM, dynamic_cache, static_cache
 from zoo_entry import pretrained
 from zoo_language import LATENT, LLAMA, MOE, SEQ2SEQ, T5
 
 from ubatch.calls.containers import PLAIN
-
-LONGEST = 16
-"""Tokens that a static cache holds."""
 
 _STATES = ["linear_attention", "full_attention"]
 _HEADS = {**LLAMA, "head_dim": 4}
@@ -69,23 +67,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bart": pretrained("BartForConditionalGeneration", **SEQ2SEQ),
 }
 
-_made: dict[str, Any] = {}
 
-
+@cache
 def model_of(name: str) -> Any:
     """The model, made once per process, in `eval` mode."""
-    if name not in _made:
-        torch.manual_seed(0)
-        _made[name] = MODELS[name]()
-    return _made[name]
-
-
-def dynamic(model: Any) -> Any:
-    return DynamicCache(config=model.config)
-
-
-def static(model: Any) -> Any:
-    return StaticCache(config=model.config, max_cache_len=LONGEST)
+    torch.manual_seed(0)
+    return MODELS[name]()
 
 
 def encoder_decoder(model: Any) -> Any:
@@ -93,7 +80,7 @@ def encoder_decoder(model: Any) -> Any:
 
 
 def encoder_decoder_static(model: Any) -> Any:
-    return EncoderDecoderCache(static(model), DynamicCache())
+    return EncoderDecoderCache(static_cache(model), DynamicCache())
 
 
 def minimax(model: Any) -> Any:
@@ -108,8 +95,8 @@ def xlstm(model: Any) -> Any:
 
 ROWS = 5
 CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    **{name: (name, dynamic) for name in MODELS if name not in ("minimax", "xlstm", "t5", "bart")},
-    **{f"{name} static": (name, static) for name in ("llama", "gemma3", "lfm2", "falcon_h1", "glm_moe_dsa")},
+    **{name: (name, dynamic_cache) for name in MODELS if name not in ("minimax", "xlstm", "t5", "bart")},
+    **{f"{name} static": (name, static_cache) for name in ("llama", "gemma3", "lfm2", "falcon_h1", "glm_moe_dsa")},
     "llama lazy": ("llama", lambda model: DynamicCache()),
     "minimax": ("minimax", minimax),
     "xlstm": ("xlstm", xlstm),

@@ -5,11 +5,12 @@ For `kernels_sm90.py`, with the sizes of published models; and of options that n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from attention_batches import make_batch, make_mla_batch
@@ -62,18 +63,12 @@ LINEAR_PROMPTS = ((BF16, 64, 100), (BF16, 32, 25), (torch.float32, 16, 25), (tor
 NAMES = {BF16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 
 
-@contextmanager
-def replaced(module: ModuleType, function: str, result: object) -> Iterator[None]:
+def replaced(module: ModuleType, function: str, result: object) -> AbstractContextManager[Any]:
     """A module's `function` returns this."""
-    before = getattr(module, function)
-    setattr(module, function, lambda *args, **options: result)
-    try:
-        yield
-    finally:
-        setattr(module, function, before)
+    return mock.patch.object(module, function, return_value=result)
 
 
-def chosen(function: str, choice: object) -> AbstractContextManager[None]:
+def chosen(function: str, choice: object) -> AbstractContextManager[Any]:
     """Tuning, whose `function` has but one choice."""
     return replaced(tuning, function, [choice])
 

@@ -81,30 +81,21 @@ class ElasticBuffer:
         require(num_sms or num_experts is not None, "the number of SMs follows from num_experts")
         assert num_experts is not None
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        topk = topk_idx, topk_weights
         with launched("dispatch", previous_event, async_with_compute_stream, allocate_on_comm_stream) as launch:
             if handle is not None:
                 return self._again(launch, x, handle, topk_idx, num_experts, num_sms, do_cpu_sync)
-            return self._dispatch(launch, x, topk_idx, topk_weights, num_experts, most, num_sms, do_cpu_sync)
+            return self._dispatch(launch, x, topk, num_experts, most, num_sms, counted=do_cpu_sync is not False)
 
     def _dispatch(
-        self,
-        launch: Launch,
-        x: Tensor | tuple[Tensor, Tensor],
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        num_experts: int,
-        most: int,
-        num_sms: int,
-        do_cpu_sync: bool | None,
+        self, launch: Launch, x: Any, topk: Any, num_experts: int, most: int, num_sms: int, *, counted: bool
     ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        assert topk_idx is not None
-        assert topk_weights is not None
+        topk_idx, topk_weights = topk
         rows, scales = x if isinstance(x, tuple) else (x, None)
         require((rows.shape[1], topk_idx.shape[1], scales is not None) == self._made_for, "a buffer of another shape")
         require(rows.shape[0] <= most <= self.num_max_tokens_per_rank, "more tokens than num_max_tokens_per_rank")
         held = num_experts // self.num_ranks
         route, arriving = Route(self.group, rows.shape[0]), list[Any]()
-        counted = do_cpu_sync or do_cpu_sync is None
 
         def send() -> None:
             check_rows(x, topk_idx, num_experts)
@@ -123,11 +114,9 @@ class ElasticBuffer:
             launch.kernel(send, [rows, scales, topk_idx, topk_weights])
         room = sum(route.received) if counted else most * self.num_ranks
         psum = torch.full((self.num_ranks,), -7, dtype=torch.int32)
-        received, arrive_rows = _launch(launch, route, rows, scales, room)
-        out_ids, out_weights = (
-            torch.zeros(room, topk_idx.shape[1], dtype=torch.int64),
-            poisoned(room, topk_idx.shape[1], dtype=torch.float32),
-        )
+        out, arrive_rows = _launch(launch, route, rows, scales, room)
+        out_ids = torch.zeros(room, topk_idx.shape[1], dtype=torch.int64)
+        out_weights = poisoned(room, topk_idx.shape[1], dtype=torch.float32)
 
         def arrive() -> None:
             arrive_rows()
@@ -138,28 +127,17 @@ class ElasticBuffer:
             psum.copy_(torch.tensor(route.received).cumsum(0))
 
         kept = EPHandle(num_sms or 24, topk_idx.clone(), psum, route, room, self)
-        received_parts = received if isinstance(received, tuple) else (received,)
-        event = launch.finished(
-            arrive, [rows, scales, topk_idx, topk_weights], [*received_parts, out_ids, out_weights, psum]
-        )
-        return received, out_ids, out_weights, kept, event
+        event = launch.finished(arrive, [rows, scales, topk_idx, topk_weights], [*out, out_ids, out_weights, psum])
+        return _received(out), out_ids, out_weights, kept, event
 
     def _again(
-        self,
-        launch: Launch,
-        x: Tensor | tuple[Tensor, Tensor],
-        handle: EPHandle,
-        topk_idx: Tensor | None,
-        num_experts: int,
-        num_sms: int,
-        do_cpu_sync: bool | None,
+        self, launch: Launch, x: Any, handle: EPHandle, topk_idx: Any, num_experts: int, num_sms: int, do_cpu_sync: Any
     ) -> tuple[Any, None, None, EPHandle, EventOverlap]:
         require(topk_idx is None and not do_cpu_sync, "a cached handle brings its ids, and no count")
         require(handle._buffer is self and num_sms == handle.num_sms, "the handle of another buffer, or other SMs")
         rows, scales = check_rows(x, handle.topk_idx, num_experts)
-        received, arrive = _launch(launch, handle._route, rows, scales, handle._room)
-        parts = received if isinstance(received, tuple) else (received,)
-        return received, None, None, handle, launch.finished(arrive, [rows, scales], parts)
+        out, arrive = _launch(launch, handle._route, rows, scales, handle._room)
+        return _received(out), None, None, handle, launch.finished(arrive, [rows, scales], out)
 
     def combine(
         self,
@@ -184,7 +162,7 @@ class ElasticBuffer:
             return combined, None, launch.finished(arrive, [x], [combined])
 
 
-def _launch(launch: Launch, route: Route, rows: Tensor, scales: Tensor | None, room: int) -> tuple[Any, Any]:
+def _launch(launch: Launch, route: Route, rows: Tensor, scales: Tensor | None, room: int) -> tuple[list[Tensor], Any]:
     """Hidden states on their way: where they will be, and what makes them be there."""
     sources = [rows] if scales is None else [rows, scales]
     out = [poisoned(room, source.shape[1], dtype=source.dtype) for source in sources]
@@ -197,4 +175,9 @@ def _launch(launch: Launch, route: Route, rows: Tensor, scales: Tensor | None, r
             target[: sum(route.received)] = value
         sent.clear()
 
-    return (out[0] if scales is None else tuple(out)), arrive
+    return out, arrive
+
+
+def _received(out: list[Tensor]) -> Any:
+    """Hidden states, with their scales if they have any."""
+    return tuple(out) if len(out) > 1 else out[0]

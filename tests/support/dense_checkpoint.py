@@ -12,15 +12,7 @@ from model_runner import RandomQwen3Moe, make_random_qwen3_moe
 
 @dataclass(frozen=True)
 class DenseQwen3(RandomQwen3Moe):
-    """Qwen3 without experts; the size of a toy."""
-
-    vocab_size: int = 384
-    hidden_size: int = 128
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 32
-    max_position_embeddings: int = 256
+    """Qwen3 without experts."""
 
     def hf_config(self, dtype: torch.dtype) -> dict[str, object]:
         """The content of `config.json`."""
@@ -43,5 +35,5 @@ SMALL_MOE = RandomQwen3Moe(
 
 def make_small(path: Path, *, dense: bool, layers: int = 2) -> Path:
     """A float32 checkpoint with or without experts."""
-    size = replace(DenseQwen3() if dense else SMALL_MOE, num_hidden_layers=layers)
+    size = replace(DenseQwen3(**vars(SMALL_MOE)) if dense else SMALL_MOE, num_hidden_layers=layers)
     return make_random_qwen3_moe(path, size=size, dtype=torch.float32, layers_per_shard=None)

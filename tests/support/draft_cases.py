@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,15 +33,7 @@ def trainer() -> ModuleType:
     """`examples/train_eagle_head.py`, whose head is the reference of the one that is served."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
-    name = "train_eagle_head"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+    return importlib.import_module("train_eagle_head")
 
 
 def make_head(path: Path, *, hidden_size: int = 48, vocab_size: int = 131, seed: int = 0) -> Any:

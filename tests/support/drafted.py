@@ -5,7 +5,7 @@ Drafts need a scheduler: blocks for them, equally many of each request, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from model_runner import FinishReason, ModelRunner, SamplingParams, check_request
@@ -47,7 +47,6 @@ def generate_drafted(
     speculation: SpeculationConfig,
     *,
     max_num_batched_tokens: int | None = None,
-    on_token: Callable[[int, int], None] | None = None,
 ) -> list[DraftedOutput]:
     """Generate for every prompt, with drafts. With several ranks, every rank must call it.
 
@@ -57,7 +56,6 @@ def generate_drafted(
         params: one per prompt.
         speculation: who guesses.
         max_num_batched_tokens: most prompt tokens per step; longer prompts run in chunks.
-        on_token: called with (index of the prompt, token) as tokens come.
 
     Raises:
         RequestError, KVCacheExhausted: a prompt cannot be served; before anything runs.
@@ -81,9 +79,5 @@ def generate_drafted(
             core.add(RequestInput(str(index), prompt, param))
         while core.has_work or not core.idle:  # a rank that is done steps along until all are
             for output in core.step():
-                index = int(output.request_id)
-                outputs[index].take(output)
-                if on_token is not None:
-                    for token in output.token_ids:
-                        on_token(index, token)
+                outputs[int(output.request_id)].take(output)
     return outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from attention import RequestToTokenTable
@@ -13,38 +14,35 @@ NextTokens = Callable[[Request, Sequence[int]], int]
 """From a request and all its tokens, drafts of a path included, to the next one."""
 
 
+@dataclass(eq=False)
 class FakeProposer:
     """Implements `Proposer`.
 
-    Args:
+    Attributes:
         next_token: what is right.
         right: probability that a draft is.
         trees: every second draft is a tree, whose nodes follow any node before; else all are chains.
         silent: probability that a request gets no draft at all.
         places: behind the last token that it writes while it drafts, whatever it proposes.
         vocab_size: wrong tokens are below it.
+        known: requests that it was asked about and has not forgotten.
+        table: where it looks whether there are blocks, if it is set.
     """
 
-    def __init__(
-        self,
-        next_token: NextTokens,
-        *,
-        right: float = 0.7,
-        trees: bool = False,
-        silent: float = 0.0,
-        places: int = 0,
-        vocab_size: int = 50,
-        seed: int = 0,
-    ) -> None:
-        self._next_token = next_token
-        self._right, self._trees, self._silent, self._places = right, trees, silent, places
-        self._vocab_size = vocab_size
-        self._rng = random.Random(seed)
-        self.known: set[Request] = set()
-        """Requests that it was asked about and has not forgotten."""
-        self.table: RequestToTokenTable | None = None
-        """Where it looks whether there are blocks, if it is set."""
-        self.asked = 0
+    next_token: NextTokens
+    _: KW_ONLY
+    right: float = 0.7
+    trees: bool = False
+    silent: float = 0.0
+    places: int = 0
+    vocab_size: int = 50
+    seed: int = 0
+    known: set[Request] = field(default_factory=set)
+    table: RequestToTokenTable | None = None
+    asked: int = 0
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
         assert len(requests) == len(counts) > 0
@@ -61,21 +59,19 @@ class FakeProposer:
         if self.table is not None:
             assert request.row is not None
             room = len(self.table.blocks(request.row)) * self.table.block_size
-            assert room >= request.num_tokens + max(count, self._places), "no slots for its drafts"
+            assert room >= request.num_tokens + max(count, self.places), "no slots for its drafts"
         self.known.add(request)
-        if self._rng.random() < self._silent:
+        if self._rng.random() < self.silent:
             return Draft(())
-        is_tree = self._trees and self._rng.random() < 0.5
+        is_tree = self.trees and self._rng.random() < 0.5
         paths: list[list[int]] = [[]]
         parents: list[int] = []
         for index in range(self._rng.randint(1, count)):
             parents.append(self._rng.randint(0, index) if is_tree else index)
             path = paths[parents[-1]]
-            right = self._rng.random() < self._right
+            right = self._rng.random() < self.right
             token = (
-                self._next_token(request, [*request.token_ids, *path])
-                if right
-                else self._rng.randrange(self._vocab_size)
+                self.next_token(request, [*request.token_ids, *path]) if right else self._rng.randrange(self.vocab_size)
             )
             paths.append([*path, token])
         return Draft(tuple(path[-1] for path in paths[1:]), tuple(parents) if is_tree else None)

@@ -46,11 +46,7 @@ def install(monkeypatch: pytest.MonkeyPatch, find: Callable[[FlashInferKernel], 
 
 
 def run(plan: Any, batch: Batch | MLABatch, layer: int = 0) -> Tensor:
-    if isinstance(batch, MLABatch):
-        out: Tensor = plan.forward(batch.inputs, layer)
-    else:
-        out = plan.forward(batch.q, batch.k, batch.v, layer)
-    return out
+    return batch.forward(plan, layer)
 
 
 def make(requests: list[tuple[int, int]], *, mla: bool = False, **options: Any) -> Batch | MLABatch:

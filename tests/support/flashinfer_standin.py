@@ -22,10 +22,9 @@ from unittest import mock
 
 import flashinfer_standin_wrappers
 import torch
+from allocations import CountAllocations
 from flashinfer_standin_wrappers import attend, causal, check_ints, check_table, opaque
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attention.backends.flashinfer_kernels import FlashInferKernel
 
@@ -257,24 +256,6 @@ class StandIns:
 # ------------------------------------------------------------------------------------------------------- allocations
 
 
-class _CountAllocations(TorchDispatchMode):
-    """Counts operations that return memory which none of their arguments had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        self.count += any(isinstance(x, Tensor) and _storage(x) not in known for x in tree_leaves(result))
-        return result
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
 @contextmanager
 def allocations() -> Iterator[Callable[[], int]]:
     """Count the torch operations in the block that allocate; numpy and Triton's interpreter do not count."""
@@ -286,5 +267,5 @@ def allocations() -> Iterator[Callable[[], int]]:
         with opaque():
             return launch(*args, **kwargs)
 
-    with mock.patch.object(GridExecutor, "__call__", unseen), _CountAllocations() as mode:
-        yield lambda: mode.count
+    with mock.patch.object(GridExecutor, "__call__", unseen), CountAllocations() as mode:
+        yield lambda: len(mode.allocating)

@@ -17,43 +17,11 @@ from serving.structured.references import References
 __all__ = ["Documents", "is_bounded", "is_valid", "texts_of"]
 
 _ALPHABET = 'ab Z9_-.,:/{}[]<"\\\n\té漢😀'
-_WRONG: Sequence[Any] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    7,
-    10**6,
-    0.3,
-    -2.5,
-    "",
-    "~",
-    "x" * 80,
-    [],
-    [None] * 60,
-    {},
-    {"zz": 1},
-)
+_WRONG = (None, True, False, 0, -1, 7, 10**6, 0.3, -2.5, "", "~", "x" * 80, [], [None] * 60, {}, {"zz": 1})
 _FORMS: Sequence[dict[str, Any]] = ({"separators": (",", ":")}, {}, {"indent": 2}, {"indent": 4}, {"indent": "\t"})
-_BROKEN = (
-    "x",
-    "{]",
-    '{"',
-    "[1,]",
-    "nul",
-    "{'a':1}",
-    "[1 2]",
-    '{"a" 1}',
-    "01",
-    "+1",
-    ".5",
-    '"\\q"',
-    '"\n"',
-    "[1]]",
-    "tru e",
-    "",
-)
+_BROKEN = ["x", "{]", '{"', "[1,]", "nul", "{'a':1}", "[1 2]", '{"a" 1}', "01", "+1", ".5", '"\\q"', '"\n"', "[1]]"]
+_BROKEN += ["tru e", ""]
+_SHORT_FORMATS = {"date", "date-time", "time", "ipv4", "ipv6", "uuid"}
 
 
 def is_valid(schema: Any, value: Any) -> bool:
@@ -123,9 +91,8 @@ class Documents:
                 merged = _merged(merged, part)
             return self._make(merged, depth)
         if "$ref" in schema:
-            rest = {
-                name: value for name, value in schema.items() if name not in ("$ref", "$defs", "definitions", "$id")
-            }
+            others = ("$ref", "$defs", "definitions", "$id")
+            rest = {name: value for name, value in schema.items() if name not in others}
             return self._make(_merged(self._target(schema), rest), depth)
         if "const" in schema:
             return schema["const"]
@@ -200,9 +167,7 @@ class Documents:
 
     def _changed(self, value: Any) -> Any:
         """A copy with one change somewhere."""
-        places = [*_places(value)]
-        place = self._random.choice(places)
-        return self._at(value, place)
+        return self._at(value, self._random.choice([*_places(value)]))
 
     def _at(self, value: Any, place: Sequence[Any]) -> Any:
         roll = self._random
@@ -297,14 +262,7 @@ def _bounded_in(kind: str, schema: Any, each: Any) -> bool:
             bounds = [_bound(schema, name, math.inf) for name in ("minimum", "maximum")]
             return all(abs(bound) < math.inf for bound in bounds)
         case "string":
-            return "maxLength" in schema or schema.get("format") in (
-                "date",
-                "date-time",
-                "time",
-                "ipv4",
-                "ipv6",
-                "uuid",
-            )
+            return "maxLength" in schema or schema.get("format") in _SHORT_FORMATS
         case "array":
             heads, rest = schema.get("prefixItems", []), schema.get("items", True)
             ends = rest is False or "maxItems" in schema

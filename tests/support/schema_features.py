@@ -5,34 +5,72 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FEATURES"]
+__all__ = ["FEATURES", "by_pattern", "defined", "formatted", "number", "open_object", "places", "ref", "whole"]
+
+
+def open_object(required: str = "", /, **properties: Any) -> dict[str, Any]:
+    """An object; `required` has the names of its required properties, or `*` for all."""
+    names = list(properties) if required == "*" else required.split()
+    return {"type": "object", "properties": properties, "required": names}
 
 
 def _object(required: str = "", /, **properties: Any) -> dict[str, Any]:
-    """A closed object; `required` has the names of its required properties, or `*` for all."""
-    names = list(properties) if required == "*" else required.split()
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    """A closed one."""
+    return {**open_object(required, **properties), "additionalProperties": False}
+
+
+def by_pattern(patterns: Mapping[str, Any], *examples: Any, **more: Any) -> dict[str, Any]:
+    """An object whose properties have these names."""
+    closed = {"patternProperties": patterns, "additionalProperties": False}
+    return {"type": "object", **closed, "examples": list(examples), **more}
 
 
 def _list(items: Any, **limits: Any) -> dict[str, Any]:
     return {"type": "array", "items": items, **limits}
 
 
+def places(*items: Any, **more: Any) -> dict[str, Any]:
+    """A list whose first items have schemas of their own."""
+    return {"type": "array", "prefixItems": list(items), **more}
+
+
 def _text(pattern: str, *examples: str) -> dict[str, Any]:
     return {"type": "string", "pattern": pattern, "examples": list(examples)}
 
 
+def formatted(name: str, *examples: str) -> dict[str, Any]:
+    return {"type": "string", "format": name, "examples": list(examples)}
+
+
+def whole(low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {"type": "integer", "minimum": low, "maximum": high, **more}
+
+
+def number(low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {**whole(low, high, **more), "type": "number"}
+
+
+def ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def defined(name: str, schema: Any) -> dict[str, Any]:
+    """A schema that may refer to itself."""
+    return {"$defs": {name: schema}, **ref(name)}
+
+
 INT, NUM, STR, BOOL, NULL = ({"type": name} for name in ("integer", "number", "string", "boolean", "null"))
 SHORT = {"type": "string", "maxLength": 6}
-DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
-_TREE = _object("value children", value=DIGIT, children=_list({"$ref": "#/$defs/tree"}, maxItems=2))
+DIGIT = whole(0, 9)
+_TREE = _object("value children", value=DIGIT, children=_list(ref("tree"), maxItems=2))
 _CHAIN = _object("*", n=DIGIT, next={"anyOf": [{"$ref": "#"}, NULL]})
 _DRAFT_7, _DRAFT_4 = "http://json-schema.org/draft-07/schema#", "http://json-schema.org/draft-04/schema#"
 _DRAFT_2019, _DRAFT_2020 = (f"https://json-schema.org/draft/{year}/schema" for year in ("2019-09", "2020-12"))
 _SHAPE = [
-    _object("*", kind={"const": "circle"}, radius={"type": "integer", "minimum": 1, "maximum": 99}),
-    _object("*", kind={"const": "square"}, side={"type": "integer", "minimum": 1, "maximum": 99}),
+    _object("*", kind={"const": kind}, **{size: whole(1, 99)})
+    for kind, size in (("circle", "radius"), ("square", "side"))
 ]
+_DEFINITION = {"$ref": "#/definitions/d"}
 
 FEATURES: Mapping[str, Any] = {
     # types
@@ -45,19 +83,14 @@ FEATURES: Mapping[str, Any] = {
     "type object": {"type": "object"},
     "type list": {"type": ["integer", "null"]},
     "type list of three": {"type": ["string", "boolean", "null"], "maxLength": 5},
-    "type list with object": {
-        "type": ["object", "string"],
-        "maxLength": 3,
-        "properties": {"a": INT},
-        "required": ["a"],
-    },
+    "type list with object": {**open_object("*", a=INT), "type": ["object", "string"], "maxLength": 3},
     "type nullable in object": _object("*", a={"type": ["string", "null"], "maxLength": 4}),
     "boolean true": True,
     "boolean empty": {},
     "boolean only annotations": {"title": "Anything", "description": "at all", "default": 5, "examples": [1]},
     "boolean property true": _object("*", a=True),
-    "boolean property false": {"type": "object", "properties": {"a": False, "b": DIGIT}, "required": ["b"]},
-    "boolean items false": {"type": "array", "prefixItems": [DIGIT, BOOL], "items": False},
+    "boolean property false": open_object("b", a=False, b=DIGIT),
+    "boolean items false": places(DIGIT, BOOL, items=False),
     # const, enum
     "const text": {"const": "yes"},
     "const number": {"const": 3.25},
@@ -81,28 +114,26 @@ FEATURES: Mapping[str, Any] = {
     "enum large of numbers": {"enum": [number * 37 for number in range(500)]},
     "enum and maximum": {"enum": [1, 5, 9, 12], "maximum": 9},
     # numbers
-    "integer range": {"type": "integer", "minimum": 3, "maximum": 17},
-    "integer negative range": {"type": "integer", "minimum": -250, "maximum": -3},
+    "integer range": whole(3, 17),
+    "integer negative range": whole(-250, -3),
     "integer exclusive": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 10},
-    "integer fractional bounds": {"type": "integer", "minimum": 0.5, "maximum": 3.5},
-    "integer one value": {"type": "integer", "minimum": 7, "maximum": 7},
+    "integer fractional bounds": whole(0.5, 3.5),
+    "integer one value": whole(7, 7),
     "integer at least": {"type": "integer", "minimum": 1000},
     "integer at most": {"type": "integer", "maximum": -1},
-    "integer of 32 bits": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1, "format": "int32"},
-    "integer of 64 bits": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1, "format": "int64"},
-    "integer unsigned": {"type": "integer", "minimum": 0, "maximum": 2**64 - 1, "format": "uint64"},
+    "integer of 32 bits": whole(-(2**31), 2**31 - 1, format="int32"),
+    "integer of 64 bits": whole(-(2**63), 2**63 - 1, format="int64"),
+    "integer unsigned": whole(0, 2**64 - 1, format="uint64"),
     "integer multiple": {"type": "integer", "multipleOf": 7},
-    "integer multiple in range": {"type": "integer", "multipleOf": 25, "minimum": 100, "maximum": 1000},
-    "number range": {"type": "number", "minimum": -1.5, "maximum": 2.25},
-    "number unit": {"type": "number", "minimum": 0, "maximum": 1},
+    "integer multiple in range": whole(100, 1000, multipleOf=25),
+    "number range": number(-1.5, 2.25),
+    "number unit": number(0, 1),
     "number exclusive": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     "number positive": {"type": "number", "exclusiveMinimum": 0},
     "number multiple": {"type": "number", "multipleOf": 0.5},
-    "number multiple in range": {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 10},
-    "number multiple of decimals": {"type": "number", "multipleOf": 0.1, "minimum": 0, "maximum": 5},
-    "number multiple in cents": _object(
-        "*", price={"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 99.99}
-    ),
+    "number multiple in range": number(0, 10, multipleOf=0.25),
+    "number multiple of decimals": number(0, 5, multipleOf=0.1),
+    "number multiple in cents": _object("*", price=number(0, 99.99, multipleOf=0.01)),
     "number multiple nullable": {
         "type": ["number", "null"],
         "multipleOf": 0.05,
@@ -110,19 +141,9 @@ FEATURES: Mapping[str, Any] = {
         "exclusiveMaximum": 1,
     },
     "number multiple of 1.5": {"type": "number", "multipleOf": 1.5},
-    "number latitude": _object(
-        "*",
-        lat={"type": "number", "minimum": -90, "maximum": 90},
-        lon={"type": "number", "minimum": -180, "maximum": 180},
-    ),
+    "number latitude": _object("*", lat=number(-90, 90), lon=number(-180, 180)),
     "number bounds without type": {"minimum": 5, "maxLength": 2, "maxItems": 1, "maxProperties": 1},
-    "number draft 4 exclusive": {
-        "$schema": _DRAFT_4,
-        "type": "integer",
-        "minimum": 0,
-        "exclusiveMinimum": True,
-        "maximum": 20,
-    },
+    "number draft 4 exclusive": {"$schema": _DRAFT_4, **whole(0, 20, exclusiveMinimum=True)},
     # strings
     "string at most": {"type": "string", "maxLength": 5},
     "string at least": {"type": "string", "minLength": 3},
@@ -152,34 +173,26 @@ FEATURES: Mapping[str, Any] = {
     "string pattern and format": _text("^20", "2024-02-29", "2001-01-01") | {"format": "date"},
     "string newline": _text("^a\\nb\\t$", "a\nb\t"),
     # formats
-    "format date": {"type": "string", "format": "date", "examples": ["2024-02-29", "1999-12-31", "2001-04-30"]},
-    "format date-time": {
-        "type": "string",
-        "format": "date-time",
-        "examples": ["2024-02-29T12:00:00Z", "1999-01-31t23:59:59.5+02:00"],
-    },
-    "format time": {"type": "string", "format": "time", "examples": ["12:00:00Z", "23:59:59.123-01:30"]},
-    "format duration": {"type": "string", "format": "duration", "examples": ["P1D", "PT5M", "P2W", "P1Y2M3DT4H5M6S"]},
-    "format email": {"type": "string", "format": "email", "examples": ["a@b.de", "x.y+z@example.org"]},
-    "format hostname": {"type": "string", "format": "hostname", "examples": ["a", "example.org", "a-b.c"]},
-    "format ipv4": {"type": "string", "format": "ipv4", "examples": ["1.2.3.4", "255.0.0.10"]},
-    "format ipv6": {"type": "string", "format": "ipv6", "examples": ["::1", "2001:db8::ff00:42:8329"]},
-    "format uuid": {"type": "string", "format": "uuid", "examples": ["123e4567-e89b-12d3-a456-426614174000"]},
-    "format uri": {"type": "string", "format": "uri", "examples": ["http://a.de/b?c=d#e", "mailto:a@b.c"]},
-    "format uri-reference": {"type": "string", "format": "uri-reference", "examples": ["../a/b", "#x", "http://a.de/"]},
-    "format uri-template": {"type": "string", "format": "uri-template", "examples": ["/a/{b}", "/q{?x,y*}", "plain"]},
-    "format json-pointer": {"type": "string", "format": "json-pointer", "examples": ["", "/a/b~1c/0"]},
-    "format relative-json-pointer": {
-        "type": "string",
-        "format": "relative-json-pointer",
-        "examples": ["0", "1/a", "2#"],
-    },
+    "format date": formatted("date", "2024-02-29", "1999-12-31", "2001-04-30"),
+    "format date-time": formatted("date-time", "2024-02-29T12:00:00Z", "1999-01-31t23:59:59.5+02:00"),
+    "format time": formatted("time", "12:00:00Z", "23:59:59.123-01:30"),
+    "format duration": formatted("duration", "P1D", "PT5M", "P2W", "P1Y2M3DT4H5M6S"),
+    "format email": formatted("email", "a@b.de", "x.y+z@example.org"),
+    "format hostname": formatted("hostname", "a", "example.org", "a-b.c"),
+    "format ipv4": formatted("ipv4", "1.2.3.4", "255.0.0.10"),
+    "format ipv6": formatted("ipv6", "::1", "2001:db8::ff00:42:8329"),
+    "format uuid": formatted("uuid", "123e4567-e89b-12d3-a456-426614174000"),
+    "format uri": formatted("uri", "http://a.de/b?c=d#e", "mailto:a@b.c"),
+    "format uri-reference": formatted("uri-reference", "../a/b", "#x", "http://a.de/"),
+    "format uri-template": formatted("uri-template", "/a/{b}", "/q{?x,y*}", "plain"),
+    "format json-pointer": formatted("json-pointer", "", "/a/b~1c/0"),
+    "format relative-json-pointer": formatted("relative-json-pointer", "0", "1/a", "2#"),
     "format unknown": {"type": "string", "format": "password", "maxLength": 8},
     "format without type": {"format": "ipv4", "maxItems": 1, "maxProperties": 1, "examples": ["1.2.3.4", 5, None]},
     "format in object": _object(
         "*",
-        id={"type": "string", "format": "uuid", "examples": ["123e4567-e89b-12d3-a456-426614174000"]},
-        day={"type": "string", "format": "date", "examples": ["2024-02-29", "2023-02-28"]},
+        id=formatted("uuid", "123e4567-e89b-12d3-a456-426614174000"),
+        day=formatted("date", "2024-02-29", "2023-02-28"),
     ),
     # arrays
     "array items": _list(DIGIT),
@@ -189,23 +202,11 @@ FEATURES: Mapping[str, Any] = {
     "array exact": _list({"enum": ["x", "y"]}, minItems=2, maxItems=2),
     "array empty": {"type": "array", "maxItems": 0},
     "array long": _list({"const": 0}, minItems=40, maxItems=50),
-    "array tuple": {"type": "array", "prefixItems": [DIGIT, SHORT, BOOL], "minItems": 3, "items": False},
-    "array tuple and rest": {
-        "type": "array",
-        "prefixItems": [{"const": "head"}],
-        "items": DIGIT,
-        "minItems": 1,
-        "maxItems": 4,
-    },
-    "array tuple open": {"type": "array", "prefixItems": [DIGIT, BOOL], "maxItems": 3},
-    "array draft 7 tuple": {"$schema": _DRAFT_7, "type": "array", "items": [DIGIT, BOOL], "additionalItems": False},
-    "array draft 7 tuple and rest": {
-        "$schema": _DRAFT_7,
-        "type": "array",
-        "items": [DIGIT],
-        "additionalItems": BOOL,
-        "maxItems": 3,
-    },
+    "array tuple": places(DIGIT, SHORT, BOOL, minItems=3, items=False),
+    "array tuple and rest": places({"const": "head"}, items=DIGIT, minItems=1, maxItems=4),
+    "array tuple open": places(DIGIT, BOOL, maxItems=3),
+    "array draft 7 tuple": {"$schema": _DRAFT_7, **_list([DIGIT, BOOL], additionalItems=False)},
+    "array draft 7 tuple and rest": {"$schema": _DRAFT_7, **_list([DIGIT], additionalItems=BOOL, maxItems=3)},
     "array of arrays": _list(_list(DIGIT, maxItems=2), maxItems=3),
     "array of objects": _list(_object("*", a=DIGIT, b=BOOL), maxItems=2),
     "array of alternatives": _list({"anyOf": [DIGIT, {"type": "string", "maxLength": 2}, NULL]}, maxItems=4),
@@ -214,15 +215,10 @@ FEATURES: Mapping[str, Any] = {
     "object required": _object("*", a=DIGIT, b=BOOL),
     "object optional": _object("", a=DIGIT, b=BOOL, c=NULL),
     "object some required": _object("b d", a=DIGIT, b=BOOL, c=NULL, d=DIGIT, e=BOOL),
-    "object open": {"type": "object", "properties": {"a": DIGIT}, "required": ["a"]},
+    "object open": open_object("a", a=DIGIT),
     "object of digits": {"type": "object", "additionalProperties": DIGIT},
     "object open of digits": {"type": "object", "properties": {"a": BOOL}, "additionalProperties": DIGIT},
-    "object required not listed": {
-        "type": "object",
-        "properties": {"a": DIGIT},
-        "required": ["a", "b"],
-        "additionalProperties": BOOL,
-    },
+    "object required not listed": {**_object("a b", a=DIGIT), "additionalProperties": BOOL},
     "object closed and empty": {"type": "object", "additionalProperties": False},
     "object without type": {"properties": {"a": DIGIT}, "required": ["a"]},
     "object at most two": {"type": "object", "additionalProperties": DIGIT, "maxProperties": 2},
@@ -231,41 +227,16 @@ FEATURES: Mapping[str, Any] = {
     "object minimum met by required": {**_object("a b", a=DIGIT, b=BOOL, c=NULL), "minProperties": 2},
     "object two of three": {**_object("", a=DIGIT, b=BOOL, c=NULL), "minProperties": 2},
     "object at most two of four": {**_object("a", a=DIGIT, b=BOOL, c=NULL, d=DIGIT), "maxProperties": 2},
-    "object unevaluated": {
-        "type": "object",
-        "properties": {"a": DIGIT},
-        "required": ["a"],
-        "unevaluatedProperties": False,
-    },
-    "array unevaluated": {"type": "array", "prefixItems": [DIGIT, BOOL], "unevaluatedItems": False},
-    "object pattern": {
-        "type": "object",
-        "patternProperties": {"^x-[a-z]{1,3}$": DIGIT},
-        "additionalProperties": False,
-        "examples": [{"x-a": 1}, {"x-ab": 2, "x-z": 3}, {}],
-    },
-    "object two patterns": {
-        "type": "object",
-        "patternProperties": {"^n": DIGIT, "^b": BOOL},
-        "additionalProperties": False,
-        "examples": [{"n": 1}, {"b1": True, "n2": 3}, {}],
-    },
-    "object properties and pattern": {
-        "type": "object",
-        "properties": {"id": DIGIT},
-        "required": ["id"],
-        "patternProperties": {"^is_": BOOL},
-        "additionalProperties": False,
-        "examples": [{"id": 1}, {"id": 2, "is_a": True}],
-    },
+    "object unevaluated": {**open_object("a", a=DIGIT), "unevaluatedProperties": False},
+    "array unevaluated": places(DIGIT, BOOL, unevaluatedItems=False),
+    "object pattern": by_pattern({"^x-[a-z]{1,3}$": DIGIT}, {"x-a": 1}, {"x-ab": 2, "x-z": 3}, {}),
+    "object two patterns": by_pattern({"^n": DIGIT, "^b": BOOL}, {"n": 1}, {"b1": True, "n2": 3}, {}),
+    "object properties and pattern": by_pattern(
+        {"^is_": BOOL}, {"id": 1}, {"id": 2, "is_a": True}, properties={"id": DIGIT}, required=["id"]
+    ),
     "object nested": _object("*", a=_object("*", b=_object("*", c=_object("*", d=DIGIT)))),
     "object deep": _object(
-        "*",
-        **{
-            "a": _object(
-                "*", **{"b": _object("*", **{"c": _list(_object("*", d=_list(DIGIT, maxItems=1)), maxItems=1)})}
-            )
-        },
+        "*", a=_object("*", b=_object("*", c=_list(_object("*", d=_list(DIGIT, maxItems=1)), maxItems=1)))
     ),
     "object many": _object("*", **{f"field_{number}": DIGIT for number in range(30)}),
     "object many optional": _object("", **{f"p{number}": BOOL for number in range(20)}),
@@ -275,18 +246,13 @@ FEATURES: Mapping[str, Any] = {
     "object prefix names": _object("", a=DIGIT, aa=DIGIT, aaa=DIGIT, ab=DIGIT),
     "object annotations": {
         **_object("*", a={**DIGIT, "title": "A", "deprecated": True, "readOnly": True, "default": 5}),
-        "$comment": "x",
-        "x-order": 5,
-        "nullable": True,
-        "example": {},
+        **{"$comment": "x", "x-order": 5, "nullable": True, "example": {}},
     },
     # anyOf, allOf, oneOf
     "anyOf scalars": {"anyOf": [DIGIT, BOOL, NULL]},
     "anyOf objects": {"anyOf": _SHAPE},
     "anyOf nullable": _object("*", a={"anyOf": [SHORT, NULL]}),
-    "anyOf overlapping": {
-        "anyOf": [{"type": "integer", "minimum": 5, "maximum": 20}, {"type": "integer", "minimum": 10, "maximum": 30}]
-    },
+    "anyOf overlapping": {"anyOf": [whole(5, 20), whole(10, 30)]},
     "anyOf required": {**_object("", a=DIGIT, b=BOOL), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
     "anyOf with siblings": {"type": "integer", "anyOf": [{"maximum": 3, "minimum": 0}, {"minimum": 10, "maximum": 12}]},
     "anyOf nested": {"anyOf": [{"anyOf": [DIGIT, NULL]}, {"anyOf": [BOOL, {"const": "x"}]}]},
@@ -298,29 +264,22 @@ FEATURES: Mapping[str, Any] = {
     },
     "allOf one": {"allOf": [_object("*", a=DIGIT)]},
     "allOf reference": {
-        "$defs": {"base": {"type": "object", "properties": {"id": DIGIT}, "required": ["id"]}},
-        "allOf": [
-            {"$ref": "#/$defs/base"},
-            {"type": "object", "properties": {"id": True, "n": BOOL}, "required": ["n"], "additionalProperties": False},
-        ],
+        "$defs": {"base": open_object("id", id=DIGIT)},
+        "allOf": [ref("base"), _object("n", id=True, n=BOOL)],
     },
     "allOf strings": {
         "type": "string",
         "allOf": [{"minLength": 2}, {"maxLength": 4}, {"pattern": "^[a-c]*$"}],
         "examples": ["ab", "abca"],
     },
-    "allOf and anyOf": {
-        "allOf": [{"anyOf": [DIGIT, NULL]}, {"anyOf": [NULL, {"type": "integer", "minimum": 5, "maximum": 8}]}]
-    },
+    "allOf and anyOf": {"allOf": [{"anyOf": [DIGIT, NULL]}, {"anyOf": [NULL, whole(5, 8)]}]},
     "oneOf types": {"oneOf": [DIGIT, SHORT, NULL]},
-    "oneOf ranges": {
-        "oneOf": [{"type": "integer", "minimum": 0, "maximum": 5}, {"type": "integer", "minimum": 10, "maximum": 15}]
-    },
+    "oneOf ranges": {"oneOf": [whole(0, 5), whole(10, 15)]},
     "oneOf constants": {"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}, {"const": 3}]},
     "oneOf tagged": {"oneOf": _SHAPE},
     "oneOf tagged by reference": {
         "$defs": {"c": _SHAPE[0], "s": _SHAPE[1]},
-        "oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/s"}],
+        "oneOf": [ref("c"), ref("s")],
         "discriminator": {"propertyName": "kind"},
     },
     "oneOf optional tag": {
@@ -340,69 +299,36 @@ FEATURES: Mapping[str, Any] = {
         "oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 4, "maxLength": 5}]
     },
     "oneOf one": {"oneOf": [DIGIT]},
-    "oneOf in object": _object(
-        "*", a={"oneOf": [{"type": "integer", "minimum": 0, "maximum": 4}, {"enum": ["none", "all"]}]}
-    ),
+    "oneOf in object": _object("*", a={"oneOf": [whole(0, 4), {"enum": ["none", "all"]}]}),
     # references
-    "ref defs": {"$defs": {"d": DIGIT}, "type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": 3},
-    "ref definitions": {
-        "$schema": _DRAFT_7,
-        "definitions": {"d": DIGIT},
-        **_object("*", a={"$ref": "#/definitions/d"}, b={"$ref": "#/definitions/d"}),
-    },
+    "ref defs": {"$defs": {"d": DIGIT}, **_list(ref("d"), maxItems=3)},
+    "ref definitions": {"$schema": _DRAFT_7, "definitions": {"d": DIGIT}, **_object("*", a=_DEFINITION, b=_DEFINITION)},
     "ref draft 7 siblings": {
         "$schema": _DRAFT_7,
         "definitions": {"d": DIGIT},
-        **_object("*", a={"$ref": "#/definitions/d", "maximum": 3}),
+        **_object("*", a={**_DEFINITION, "maximum": 3}),
     },
-    "ref siblings": {
-        "$defs": {"d": DIGIT},
-        **_object("*", a={"$ref": "#/$defs/d", "maximum": 3, "description": "small"}),
-    },
+    "ref siblings": {"$defs": {"d": DIGIT}, **_object("*", a={**ref("d"), "maximum": 3, "description": "small"})},
     "ref to a property": _object("*", a=DIGIT, b={"$ref": "#/properties/a"}),
-    "ref chain": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/c"}, "c": DIGIT}, "$ref": "#/$defs/a"},
+    "ref chain": {"$defs": {"a": ref("b"), "b": ref("c"), "c": DIGIT}, **ref("a")},
     "ref escaped pointer": {"$defs": {"a/b~c d": DIGIT}, "$ref": "#/$defs/a~1b~0c%20d"},
-    "ref anchor": {
-        "$defs": {"x": {"$anchor": "digit", **DIGIT}},
-        "type": "array",
-        "items": {"$ref": "#digit"},
-        "maxItems": 2,
-    },
+    "ref anchor": {"$defs": {"x": {"$anchor": "digit", **DIGIT}}, **_list({"$ref": "#digit"}, maxItems=2)},
     "ref id": {
         "$id": "https://example.org/root.json",
         "$defs": {"x": {"$id": "item.json", **DIGIT}},
-        "type": "array",
-        "items": {"$ref": "item.json"},
-        "maxItems": 2,
+        **_list({"$ref": "item.json"}, maxItems=2),
     },
-    "ref recursive tree": {"$defs": {"tree": _TREE}, "$ref": "#/$defs/tree"},
+    "ref recursive tree": defined("tree", _TREE),
     "ref recursive root": _CHAIN,
-    "ref mutually recursive": {
-        "$defs": {"a": _object("", b={"$ref": "#/$defs/b"}), "b": _object("", a={"$ref": "#/$defs/a"})},
-        "$ref": "#/$defs/a",
-    },
-    "ref expression": {
-        "$defs": {
-            "e": {
-                "anyOf": [
-                    DIGIT,
-                    _object("*", op={"enum": ["+", "*"]}, left={"$ref": "#/$defs/e"}, right={"$ref": "#/$defs/e"}),
-                ]
-            }
-        },
-        "$ref": "#/$defs/e",
-    },
-    "ref unused refused definition": {"$defs": {"unused": {"not": {}}, "d": DIGIT}, "$ref": "#/$defs/d"},
+    "ref mutually recursive": {"$defs": {"a": _object("", b=ref("b")), "b": _object("", a=ref("a"))}, **ref("a")},
+    "ref expression": defined(
+        "e", {"anyOf": [DIGIT, _object("*", op={"enum": ["+", "*"]}, left=ref("e"), right=ref("e"))]}
+    ),
+    "ref unused refused definition": {"$defs": {"unused": {"not": {}}, "d": DIGIT}, **ref("d")},
     # drafts
     "draft 2019": {"$schema": _DRAFT_2019, **_object("*", a=DIGIT)},
-    "draft 2020": {"$schema": _DRAFT_2020, "type": "array", "prefixItems": [DIGIT], "maxItems": 1},
+    "draft 2020": {"$schema": _DRAFT_2020, **places(DIGIT, maxItems=1)},
     "draft unknown": {"$schema": "https://example.org/mine", **DIGIT},
-    "draft 7 unknown prefixItems": {
-        "$schema": _DRAFT_7,
-        "type": "array",
-        "prefixItems": [{"const": "x"}],
-        "items": DIGIT,
-        "maxItems": 2,
-    },
+    "draft 7 unknown prefixItems": {"$schema": _DRAFT_7, **places({"const": "x"}, items=DIGIT, maxItems=2)},
     "then without if": {**DIGIT, "then": {"minimum": 100}, "minContains": 3},
 }

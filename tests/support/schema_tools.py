@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from schema_features import by_pattern, defined, formatted, number, open_object, places, ref, whole
+
 __all__ = ["TOOLS"]
 
 
-def _arguments(required: str = "", /, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required.split()}
-
-
 def _strict(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {**open_object("*", **properties), "additionalProperties": False}
 
 
 def _text(description: str = "", most: int = 12, **more: Any) -> dict[str, Any]:
@@ -24,7 +22,7 @@ def _text(description: str = "", most: int = 12, **more: Any) -> dict[str, Any]:
 
 
 def _count(most: int = 100, least: int = 0, **more: Any) -> dict[str, Any]:
-    return {"type": "integer", "minimum": least, "maximum": most, **more}
+    return whole(least, most, **more)
 
 
 def _choice(*values: str, **more: Any) -> dict[str, Any]:
@@ -40,42 +38,45 @@ def _or_null(schema: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {"anyOf": [dict(schema), {"type": "null"}], "default": None, **more}
 
 
+def _pet(kind: str, **rest: Any) -> dict[str, Any]:
+    tag = {"const": kind, "default": kind, "title": "Kind", "type": "string"}
+    return {"title": kind.title(), **open_object(*rest, kind=tag, **rest)}
+
+
 _FLAG = {"type": "boolean", "default": False}
-_DAY = {"type": "string", "format": "date", "examples": ["2024-02-29", "1999-12-31"]}
-_MOMENT = {"type": "string", "format": "date-time", "examples": ["2024-02-29T12:00:00Z"]}
-_UUID = {"type": "string", "format": "uuid", "examples": ["123e4567-e89b-12d3-a456-426614174000"]}
-_MAIL = {"type": "string", "format": "email", "examples": ["a@b.de", "x.y@example.org"]}
-_URL = {"type": "string", "format": "uri", "examples": ["http://a.de/b", "https://example.org/?q=1"]}
-_PRICE = {"type": "number", "minimum": 0, "maximum": 999}
-_PLACE = _strict(
-    lat={"type": "number", "minimum": -90, "maximum": 90}, lon={"type": "number", "minimum": -180, "maximum": 180}
-)
+_DAY = formatted("date", "2024-02-29", "1999-12-31")
+_MOMENT = formatted("date-time", "2024-02-29T12:00:00Z")
+_UUID = formatted("uuid", "123e4567-e89b-12d3-a456-426614174000")
+_MAIL = formatted("email", "a@b.de", "x.y@example.org")
+_URL = formatted("uri", "http://a.de/b", "https://example.org/?q=1")
+_PRICE = number(0, 999)
+_PLACE = _strict(lat=number(-90, 90), lon=number(-180, 180))
 _STEP = _strict(explanation=_text(), output=_text())
 
 TOOLS: Mapping[str, Any] = {
     # parameters of functions
-    "weather": _arguments("location", location=_text("City and country"), unit=_choice("celsius", "fahrenheit")),
+    "weather": open_object("location", location=_text("City and country"), unit=_choice("celsius", "fahrenheit")),
     "weather strict": _strict(location=_text("City"), unit={"type": ["string", "null"], "enum": ["c", "f", None]}),
     "forecast": _strict(place=_PLACE, days=_count(14, 1), hourly=_FLAG),
-    "web search": _arguments(
+    "web search": open_object(
         "query", query=_text("What to look for"), num_results=_count(20, 1, default=10), safe=_FLAG
     ),
     "search with filters": _strict(
         query=_text(), filters=_strict(site=_or_null(_text()), after=_or_null(_DAY), language=_choice("en", "de", "ja"))
     ),
-    "read file": _arguments("path", path=_text("Absolute path"), offset=_count(9999), limit=_count(2000, 1)),
+    "read file": open_object("path", path=_text("Absolute path"), offset=_count(9999), limit=_count(2000, 1)),
     "write file": _strict(path=_text(), content=_text("May have line ends\n", 30)),
     "edit file": _strict(path=_text(), old_string=_text(), new_string=_text(), replace_all=_FLAG),
     "edit file many": _strict(path=_text(), edits=_few(_strict(old=_text(), new=_text()), minItems=1)),
-    "list directory": _arguments("path", path=_text(), recursive=_FLAG, ignore=_few(_text("glob"))),
-    "grep": _arguments(
+    "list directory": open_object("path", path=_text(), recursive=_FLAG, ignore=_few(_text("glob"))),
+    "grep": open_object(
         "pattern",
         pattern=_text(),
         path=_text(),
         output_mode=_choice("content", "files", "count"),
         **{"-i": _FLAG, "-A": _count(10)},
     ),
-    "shell": _arguments("command", command=_text(most=40), timeout=_count(600000, 1), run_in_background=_FLAG),
+    "shell": open_object("command", command=_text(most=40), timeout=_count(600000, 1), run_in_background=_FLAG),
     "python": _strict(code=_text("Code to run", 60)),
     "sql query": _strict(
         statement=_text(most=40), parameters=_few({"type": ["string", "number", "boolean", "null"], "maxLength": 5})
@@ -100,7 +101,7 @@ TOOLS: Mapping[str, Any] = {
             ]
         },
     ),
-    "send mail": _arguments(
+    "send mail": open_object(
         "to subject body", to=_few(_MAIL, minItems=1), cc=_few(_MAIL), subject=_text(), body=_text(most=40)
     ),
     "book flight": _strict(
@@ -115,9 +116,7 @@ TOOLS: Mapping[str, Any] = {
         amount={"type": "number", "exclusiveMinimum": 0, "maximum": 5000},
         currency=_choice("EUR", "USD"),
     ),
-    "timer": _strict(
-        duration={"type": "string", "format": "duration", "examples": ["PT5M", "P1D"]}, label=_or_null(_text())
-    ),
+    "timer": _strict(duration=formatted("duration", "PT5M", "P1D"), label=_or_null(_text())),
     "unit conversion": _strict(value={"type": "number"}, source=_choice("m", "ft"), target=_choice("m", "ft")),
     "no parameters": {"type": "object", "properties": {}, "additionalProperties": False},
     "no parameters open": {"type": "object", "properties": {}},
@@ -129,35 +128,31 @@ TOOLS: Mapping[str, Any] = {
         color=_text(most=7, pattern="^#[0-9a-f]{6}$", examples=["#00ff7f"]),
         level=_count(),
     ),
-    "play music": _arguments("", artist=_text(), album=_text(), shuffle=_FLAG, volume=_count()),
+    "play music": open_object("", artist=_text(), album=_text(), shuffle=_FLAG, volume=_count()),
     # several calls
-    "tool calls": {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": 2,
-        "items": {
+    "tool calls": _few(
+        {
             "anyOf": [
                 _strict(name={"const": "get_weather"}, parameters=_strict(city=_text())),
                 _strict(name={"const": "get_time"}, parameters=_strict(zone=_text())),
             ]
         },
-    },
+        2,
+        minItems=1,
+    ),
     # MCP
     "mcp fetch": {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Fetch",
-        "type": "object",
-        "properties": {
-            "url": _URL,
-            "max_length": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 1000000, "default": 5000},
-            "raw": _FLAG,
-        },
-        "required": ["url"],
+        **open_object(
+            "url",
+            url=_URL,
+            max_length={"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 1000000, "default": 5000},
+            raw=_FLAG,
+        ),
     },
-    "mcp memory": _strict(
-        entities=_few(_strict(name=_text(), entityType=_text(), observations=_few(_text(), 2)), 2),
-    ),
-    "mcp thinking": _arguments(
+    "mcp memory": _strict(entities=_few(_strict(name=_text(), entityType=_text(), observations=_few(_text(), 2)), 2)),
+    "mcp thinking": open_object(
         "thought nextThoughtNeeded thoughtNumber",
         thought=_text(most=30),
         nextThoughtNeeded={"type": "boolean"},
@@ -173,12 +168,9 @@ TOOLS: Mapping[str, Any] = {
             ]
         }
     ),
-    "mcp allowed headers": {
-        "type": "object",
-        "properties": {"headers": {"type": "object", "additionalProperties": _text(most=5), "maxProperties": 2}},
-        "required": ["headers"],
-        "additionalProperties": False,
-    },
+    "mcp allowed headers": _strict(
+        headers={"type": "object", "additionalProperties": _text(most=5), "maxProperties": 2}
+    ),
     # code hosts
     "issue": _strict(
         owner=_text(),
@@ -186,7 +178,7 @@ TOOLS: Mapping[str, Any] = {
         title=_text(),
         labels=_few(_text()),
         assignees=_few(_text()),
-        milestone={"type": ["integer", "null"], "minimum": 1, "maximum": 99},
+        milestone=_count(99, 1) | {"type": ["integer", "null"]},
     ),
     "pull request": _strict(
         title=_text(),
@@ -207,64 +199,36 @@ TOOLS: Mapping[str, Any] = {
     # pydantic
     "pydantic user": {
         "title": "User",
-        "type": "object",
-        "properties": {
-            "name": {"title": "Name", **_text()},
-            "age": {"title": "Age", **_count(150)},
-            "email": _or_null(_MAIL, title="Email"),
-        },
-        "required": ["name", "age"],
+        **open_object(
+            "name age", name=_text(title="Name"), age=_count(150, title="Age"), email=_or_null(_MAIL, title="Email")
+        ),
     },
     "pydantic steps": {
         "$defs": {"Step": {"title": "Step", **_STEP}},
         "title": "MathResponse",
-        **_strict(steps=_few({"$ref": "#/$defs/Step"}, 2, title="Steps"), final_answer=_text()),
+        **_strict(steps=_few(ref("Step"), 2, title="Steps"), final_answer=_text()),
     },
     "pydantic enum": {
         "$defs": {"Color": {"enum": ["red", "green"], "title": "Color", "type": "string"}},
-        **_strict(color={"$ref": "#/$defs/Color", "description": "of it"}, other=_or_null({"$ref": "#/$defs/Color"})),
+        **_strict(color={"$ref": "#/$defs/Color", "description": "of it"}, other=_or_null(ref("Color"))),
     },
     "pydantic union": {
-        "$defs": {
-            "Cat": {
-                "title": "Cat",
-                "type": "object",
-                "properties": {
-                    "kind": {"const": "cat", "default": "cat", "title": "Kind", "type": "string"},
-                    "lives": _count(9),
-                },
-                "required": ["lives"],
-            },
-            "Dog": {
-                "title": "Dog",
-                "type": "object",
-                "properties": {
-                    "kind": {"const": "dog", "default": "dog", "title": "Kind", "type": "string"},
-                    "tail": {"type": "boolean"},
-                },
-                "required": ["tail"],
-            },
-        },
+        "$defs": {"Cat": _pet("cat", lives=_count(9)), "Dog": _pet("dog", tail={"type": "boolean"})},
         **_strict(
             pet={
                 "discriminator": {"mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}, "propertyName": "kind"},
-                "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+                "oneOf": [ref("Cat"), ref("Dog")],
             }
         ),
         "examples": [{"pet": {"kind": "cat", "lives": 7}}, {"pet": {"kind": "dog", "tail": True}}],
     },
-    "pydantic tree": {
-        "$defs": {"Node": {**_strict(value=_count(9), children=_few({"$ref": "#/$defs/Node"}, 2)), "title": "Node"}},
-        "$ref": "#/$defs/Node",
-    },
-    "pydantic tuple": _strict(
-        point={"type": "array", "prefixItems": [{"type": "number"}, {"type": "number"}], "minItems": 2, "maxItems": 2}
-    ),
+    "pydantic tree": defined("Node", {**_strict(value=_count(9), children=_few(ref("Node"), 2)), "title": "Node"}),
+    "pydantic tuple": _strict(point=places({"type": "number"}, {"type": "number"}, minItems=2, maxItems=2)),
     "pydantic dict": _strict(scores={"additionalProperties": _count(9), "type": "object", "maxProperties": 2}),
     "pydantic decimal": _strict(
         price={
             "anyOf": [
-                {"type": "number", "minimum": 0, "maximum": 9},
+                number(0, 9),
                 {"type": "string", "pattern": "^\\d{1,3}(?:\\.\\d{2})?$", "examples": ["1.50", "20"]},
             ]
         }
@@ -272,20 +236,18 @@ TOOLS: Mapping[str, Any] = {
     "pydantic literal": _strict(
         size={"enum": ["s", "m", "l"], "type": "string"}, answer={"const": 42, "type": "integer"}
     ),
-    "pydantic dates": _strict(
-        on=_DAY, at={"type": "string", "format": "time", "examples": ["12:00:00Z"]}, stamp=_or_null(_MOMENT), id=_UUID
-    ),
+    "pydantic dates": _strict(on=_DAY, at=formatted("time", "12:00:00Z"), stamp=_or_null(_MOMENT), id=_UUID),
     "pydantic nested optional": {
-        "$defs": {"Address": {**_arguments("street", street=_text(), city=_or_null(_text())), "title": "Address"}},
-        **_arguments("name", name=_text(), address=_or_null({"$ref": "#/$defs/Address"})),
+        "$defs": {"Address": {**open_object("street", street=_text(), city=_or_null(_text())), "title": "Address"}},
+        **open_object("name", name=_text(), address=_or_null(ref("Address"))),
     },
     "pydantic forbid": {
-        **_arguments("a", a=_count(), b=_or_null(_count())),
+        **open_object("a", a=_count(), b=_or_null(_count())),
         "additionalProperties": False,
         "title": "Closed",
     },
     # OpenAPI
-    "openapi pet": _arguments(
+    "openapi pet": open_object(
         "id name",
         id={"type": "integer", "format": "int64", "minimum": 1, "maximum": 10**6},
         name=_text(),
@@ -299,8 +261,8 @@ TOOLS: Mapping[str, Any] = {
     "openapi composed": {
         "components": {
             "schemas": {
-                "Base": _arguments("id", id=_count(99, 1)),
-                "Named": {"allOf": [{"$ref": "#/components/schemas/Base"}, _arguments("name", name=_text())]},
+                "Base": open_object("id", id=_count(99, 1)),
+                "Named": {"allOf": [{"$ref": "#/components/schemas/Base"}, open_object("name", name=_text())]},
             }
         },
         "allOf": [{"$ref": "#/components/schemas/Named"}, {"type": "object", "maxProperties": 2}],
@@ -323,26 +285,14 @@ TOOLS: Mapping[str, Any] = {
         lines=_few(_strict(name=_text(), quantity=_count(99, 1), price=_PRICE), minItems=1),
         total=_PRICE,
     ),
-    "classification": _strict(label=_choice("spam", "ham"), confidence={"type": "number", "minimum": 0, "maximum": 1}),
+    "classification": _strict(label=_choice("spam", "ham"), confidence=number(0, 1)),
     "extraction": _strict(people=_few(_strict(name=_text(), role=_or_null(_text())), 2), places=_few(_text(), 2)),
-    "reasoned answer": _strict(
-        thoughts=_few(_text(most=20), minItems=1),
-        answer={"anyOf": [{"type": "integer", "minimum": 0, "maximum": 99}, _text()]},
-    ),
+    "reasoned answer": _strict(thoughts=_few(_text(most=20), minItems=1), answer={"anyOf": [_count(99), _text()]}),
     "quiz": _strict(question=_text(), options=_few(_text(), 4, minItems=4), answer=_count(3)),
     "geojson point": _strict(
-        type={"const": "Point"},
-        coordinates={
-            "type": "array",
-            "prefixItems": [
-                {"type": "number", "minimum": -180, "maximum": 180},
-                {"type": "number", "minimum": -90, "maximum": 90},
-            ],
-            "items": False,
-            "minItems": 2,
-        },
+        type={"const": "Point"}, coordinates=places(number(-180, 180), number(-90, 90), items=False, minItems=2)
     ),
-    "package": _arguments(
+    "package": open_object(
         "name version",
         name=_text(most=20, pattern="^(?:@[a-z0-9-]+/)?[a-z0-9-]+$", examples=["left-pad", "@a/b"]),
         version=_text(most=12, pattern="^\\d+\\.\\d+\\.\\d+(?:-[a-z0-9.]+)?$", examples=["1.2.3", "0.1.0-rc.1"]),
@@ -351,35 +301,30 @@ TOOLS: Mapping[str, Any] = {
     ),
     "workflow": _strict(
         on=_few(_choice("push", "pull_request"), minItems=1),
-        jobs={
-            "type": "object",
-            "patternProperties": {"^[a-z]{1,8}$": _strict(runs=_choice("linux", "mac"), steps=_few(_text(), 2))},
-            "additionalProperties": False,
-            "examples": [{"build": {"runs": "linux", "steps": ["a"]}}, {}],
+        jobs=by_pattern(
+            {"^[a-z]{1,8}$": _strict(runs=_choice("linux", "mac"), steps=_few(_text(), 2))},
+            {"build": {"runs": "linux", "steps": ["a"]}},
+            {},
+        ),
+    ),
+    "interface": defined(
+        "element",
+        {
+            "anyOf": [
+                _strict(type={"const": "text"}, value=_text()),
+                _strict(type={"const": "box"}, children=_few(ref("element"), 2)),
+                _strict(type={"const": "button"}, label=_text(), enabled={"type": "boolean"}),
+            ]
         },
     ),
-    "interface": {
-        "$defs": {
-            "element": {
-                "anyOf": [
-                    _strict(type={"const": "text"}, value=_text()),
-                    _strict(type={"const": "box"}, children=_few({"$ref": "#/$defs/element"}, 2)),
-                    _strict(type={"const": "button"}, label=_text(), enabled={"type": "boolean"}),
-                ]
-            }
+    "filter expression": defined(
+        "f",
+        {
+            "oneOf": [
+                _strict(op=_choice("and", "or"), of=_few(ref("f"), 2, minItems=1)),
+                _strict(op={"const": "not"}, arg=ref("f")),
+                _strict(op={"const": "eq"}, field=_choice("a", "b"), value=_count(9)),
+            ]
         },
-        "$ref": "#/$defs/element",
-    },
-    "filter expression": {
-        "$defs": {
-            "f": {
-                "oneOf": [
-                    _strict(op=_choice("and", "or"), of=_few({"$ref": "#/$defs/f"}, 2, minItems=1)),
-                    _strict(op={"const": "not"}, arg={"$ref": "#/$defs/f"}),
-                    _strict(op={"const": "eq"}, field=_choice("a", "b"), value=_count(9)),
-                ]
-            }
-        },
-        "$ref": "#/$defs/f",
-    },
+    ),
 }

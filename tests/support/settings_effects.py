@@ -152,22 +152,9 @@ def of_serve(words: Sequence[str]) -> Effects:
     return seen
 
 
-_OF_SERVICE = (
-    "names",
-    "max_waiting_requests",
-    "max_outputs_per_request",
-    "profiles",
-    "log_requests",
-    "max_log_len",
-    "turns",
-    "max_logprobs",
-    "tokens_as_ids",
-    "force_usage",
-    "response_role",
-    "template_kwargs",
-    "seed",
-    "defaults",
-)
+_OF_SERVICE = ["names", "max_waiting_requests", "max_outputs_per_request", "profiles", "log_requests", "max_log_len"]
+_OF_SERVICE += ["turns", "max_logprobs", "tokens_as_ids", "force_usage", "response_role", "template_kwargs", "seed"]
+_OF_SERVICE += ["defaults"]
 
 
 async def _drains_at_once(command: Any) -> bool:

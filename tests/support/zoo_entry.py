@@ -107,9 +107,11 @@ class Entry:
 
 
 def of_family(family: str, **usual: Any) -> Callable[..., Entry]:
-    """Makes the entries of one family. `usual`: fields that most of them have."""
+    """Makes the entries of one family; a configuration builds the class of transformers by that name. `usual`: fields
+    that most of them have."""
 
     def entry(name: str, build: Any, arguments: Any, outcome: Outcome = OVERLAPS, **fields: Any) -> Entry:
+        build = pretrained(name, **build) if isinstance(build, dict) else build
         return Entry(name, family, build, arguments, outcome, **{**usual, **fields})
 
     return entry
@@ -161,8 +163,8 @@ def several(*shapes: tuple[int, ...]) -> Callable[[int], Call]:
     return lambda batch: given(*(torch.randn(batch, *shape) for shape in shapes))
 
 
-def pixels(size: int = 16, channels: int = 3) -> Callable[[int], Call]:
-    return lambda batch: given(pixel_values=torch.randn(batch, channels, size, size))
+def pixels(size: int = 16) -> Callable[[int], Call]:
+    return lambda batch: given(pixel_values=torch.randn(batch, 3, size, size))
 
 
 # ---------------------------------------------------------------------------------------------------------- modules

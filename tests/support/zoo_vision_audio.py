@@ -17,7 +17,6 @@ from zoo_entry import (
     given,
     of_family,
     pixels,
-    pretrained,
     token_ids,
     tokens,
 )
@@ -112,12 +111,12 @@ _multimodal, _heard = of_family("multimodal"), of_family("audio", collides=(8, "
 
 
 def _vision(kind: str, **config: Any) -> Entry:
-    return _seen(kind, pretrained(kind, **config), pixels())
+    return _seen(kind, config, pixels())
 
 
 def _patches(kind: str, outcome: Outcome = OVERLAPS, **config: Any) -> Entry:
     """A transformer over patches."""
-    return _seen(kind, pretrained(kind, **{**VIT, **config}), pixels(), outcome, collides=(PATCHES, "patches"))
+    return _seen(kind, {**VIT, **config}, pixels(), outcome, collides=(PATCHES, "patches"))
 
 
 ENTRIES = [
@@ -143,31 +142,17 @@ ENTRIES = [
         num_labels=3,
     ),
     _seen("DetrForObjectDetection", detr, pixels(32), collides=(4, "queries")),
-    _seen("TimesformerModel", pretrained("TimesformerModel", **VIT, num_frames=2), frames, collides=FRAMES),
-    _seen(
-        "VivitModel",
-        pretrained("VivitModel", **VIT, num_frames=2, tubelet_size=[2, 8, 8]),
-        frames,
-        collides=FRAMES,
-    ),
+    _seen("TimesformerModel", {**VIT, "num_frames": 2}, frames, collides=FRAMES),
+    _seen("VivitModel", {**VIT, "num_frames": 2, "tubelet_size": [2, 8, 8]}, frames, collides=FRAMES),
     _multimodal("CLIPModel", lambda: two_towers("CLIPModel"), image_and_text, MATRIX),
-    _multimodal(
-        "CLIPTextModelWithProjection",
-        pretrained("CLIPTextModelWithProjection", **{**BASE, "projection_dim": 8, "eos_token_id": 2}),
-        tokens,
-    ),
+    _multimodal("CLIPTextModelWithProjection", {**BASE, "projection_dim": 8, "eos_token_id": 2}, tokens),
     _multimodal("LlavaForConditionalGeneration", llava, image_in_text, collides=(3, "channels")),
-    _heard(
-        "WhisperForConditionalGeneration",
-        pretrained("WhisperForConditionalGeneration", **WHISPER),
-        spectrogram,
-        collides=(3, "decoder's length"),
-    ),
-    _heard("Wav2Vec2ForCTC", pretrained("Wav2Vec2ForCTC", **SPEECH), sound),
-    _heard("HubertModel", pretrained("HubertModel", **SPEECH), sound),
+    _heard("WhisperForConditionalGeneration", WHISPER, spectrogram, collides=(3, "decoder's length")),
+    _heard("Wav2Vec2ForCTC", SPEECH, sound),
+    _heard("HubertModel", SPEECH, sound),
     _heard(
         "ASTModel",
-        pretrained("ASTModel", **LAYERS, patch_size=4, max_length=8, num_mel_bins=8, **STRIDES),
+        {**LAYERS, "patch_size": 4, "max_length": 8, "num_mel_bins": 8, **STRIDES},
         lambda batch: given(input_values=torch.randn(batch, 8, 8)),
         collides=(8, "length"),
     ),

@@ -37,6 +37,7 @@ _SHARED_LEAST = 0.03
 _AFTER = {"attn_gather": "attn_prepare", "attn_scatter": "attn_core"}
 """Transfers of tensor-parallel attention, and the stage that waits for them."""
 _Sums = dict[str, float]
+_NAMES = [field.name for field in fields(LayerTimes)]
 _COMPUTE = ("attn_prepare", "attn_core", "experts", "shared")
 HANDOFF_S = 30e-6
 """Seconds of a hand-off of the baton with cold caches, see `ubatch bench handoff`."""
@@ -95,10 +96,10 @@ class StageModel:
         whole: dict[str, LayerTimes] = {}
         for kind in at_few.times:
             parts = {}
-            for field in fields(LayerTimes):
-                at_a, at_b = (getattr(each.times[kind], field.name) for each in (at_few, at_many))
+            for name in _NAMES:
+                at_a, at_b = (getattr(each.times[kind], name) for each in (at_few, at_many))
                 slope = min(max(0.0, (at_a - at_b) / (1 / a - 1 / b)), at_a * a)
-                parts[field.name] = max(0.0, at_a - slope / a), slope
+                parts[name] = max(0.0, at_a - slope / a), slope
             fixed[kind], whole[kind] = (LayerTimes(**{name: part[i] for name, part in parts.items()}) for i in (0, 1))
         return cls(fixed, whole, at_few.kinds, num_experts, top_k, traits)
 
@@ -117,10 +118,10 @@ class StageModel:
             "combine": (chunks, combine_bytes),
         }
         values = {}
-        for field in fields(LayerTimes):
-            count, factor = again.get(field.name, (1, 1.0))
-            fixed, whole = (getattr(part[kind], field.name) for part in (self.fixed, self.whole))
-            values[field.name] = count * fixed + factor * whole / lanes
+        for name in _NAMES:
+            count, factor = again.get(name, (1, 1.0))
+            fixed, whole = (getattr(part[kind], name) for part in (self.fixed, self.whole))
+            values[name] = count * fixed + factor * whole / lanes
         return UnevenTimes(**values, dispatch_shares=dispatch_shares, combine_shares=combine_shares)
 
     def search(self, *, max_lanes: int, max_chunks: int, keep: int) -> list[Candidate]:
@@ -174,8 +175,7 @@ def layer_times(program: Sequence[Op]) -> LayerStages:
         _add(totals[kinds[0]], totals.pop(dense))
     _fold_shared(totals.values())
     layers = Counter(kinds)
-    names = [field.name for field in fields(LayerTimes)]
-    times = {each: LayerTimes(**{name: total[name] / layers[each] for name in names}) for each, total in totals.items()}
+    times = {kind: LayerTimes(**{name: own[name] / layers[kind] for name in _NAMES}) for kind, own in totals.items()}
     return LayerStages(times, tuple(kinds))
 
 
@@ -261,9 +261,8 @@ def slowest_layer_times(steps: Sequence[Sequence[Programs]]) -> LayerStages:
     def slowest(kind: str, name: str) -> float:
         return max(mean(getattr(lane.times[kind], name) for lane in lanes) for lanes in found)
 
-    names = [field.name for field in fields(LayerTimes)]
     first = found[0][0]
-    times = {kind: LayerTimes(**{name: slowest(kind, name) for name in names}) for kind in first.times}
+    times = {kind: LayerTimes(**{name: slowest(kind, name) for name in _NAMES}) for kind in first.times}
     return LayerStages(times, first.kinds)
 
 

@@ -6,32 +6,27 @@ section: a run of some sections keeps the others' results, with the machine and 
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from serving.workbench.gpu.bench import Bench, describe_machine
+from serving.workbench.gpu.bench import Bench, OutOfTime, describe_machine
 from serving.workbench.gpu.parts import REHEARSAL, read_sections, write_section
 from serving.workbench.gpu.report import Section, as_markdown, as_text
 from ubatch import ConfigError
 
 if TYPE_CHECKING:
     from ubatch import GraphBackend
-
-
-import importlib
-import time
-import traceback
-from collections.abc import Callable
-
-from serving.workbench.gpu.bench import OutOfTime
 
 
 @dataclass(frozen=True)

@@ -14,28 +14,19 @@ from moe import ExpertPlacement
 from moe.balance import Floats
 
 
-def published_placement(loads: Floats, slots: int, ranks: int, nodes: int = 1, groups: int = 1) -> ExpertPlacement:
+def published_placement(loads: Floats, slots: int, ranks: int) -> ExpertPlacement:
     """The placement of `[L, E]` loads in so many slots."""
-    if groups % nodes:
-        nodes, groups = 1, 1
-    experts = [
-        [expert for node in one_layer(list(layer), slots, ranks, nodes, groups) for expert in node] for layer in loads
-    ]
+    experts = [[expert for rank in one_layer(list(layer), slots, ranks) for expert in rank] for layer in loads]
     return ExpertPlacement(np.array(experts), loads.shape[1], ranks)
 
 
-def one_layer(loads: Sequence[float], slots: int, ranks: int, nodes: int, groups: int) -> list[list[int]]:
+def one_layer(loads: Sequence[float], slots: int, ranks: int) -> list[list[int]]:
     """The experts of each rank."""
-    size = len(loads) // groups
-    of_groups = [sum(loads[group * size : (group + 1) * size]) for group in range(groups)]
-    placed = []
-    for node in packed(of_groups, nodes):
-        experts = [group * size + expert for group in node for expert in range(size)]
-        while len(experts) < slots // nodes:
-            experts.append(max(experts[: len(node) * size], key=lambda each: loads[each] / experts.count(each)))
-        shares = [loads[each] / experts.count(each) for each in experts]
-        placed += [[experts[index] for index in rank] for rank in packed(shares, ranks // nodes)]
-    return placed
+    experts = [*range(len(loads))]
+    while len(experts) < slots:
+        experts.append(max(range(len(loads)), key=lambda each: loads[each] / experts.count(each)))
+    shares = [loads[each] / experts.count(each) for each in experts]
+    return [[experts[index] for index in rank] for rank in packed(shares, ranks)]
 
 
 def packed(weights: Sequence[float], packs: int) -> list[list[int]]:

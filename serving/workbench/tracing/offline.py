@@ -50,8 +50,7 @@ class OfflineRun:
     @property
     def overlaps(self) -> bool:
         """Whether a step of it may overlap."""
-        s = self.command.settings
-        return bool(s["enable_dbo"] or s["enable_single_batch_overlap"])
+        return _may_overlap(self.command.settings)
 
 
 def choose_run(layers: Sequence[Layer], *, print_config: bool) -> OfflineRun:

@@ -100,10 +100,11 @@ class Plan:
     search_best: int
 
 
+@dataclass
 class Tuner:
     """One rank's part of the measuring. Every rank makes one and calls the same methods.
 
-    Args:
+    Attributes:
         runner: the model; of its overlap settings only the time-out is used.
         group: the runner's.
         plan: what to measure.
@@ -113,60 +114,52 @@ class Tuner:
         check: called before every step; may raise to end the measuring.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        group: CommGroup,
-        plan: Plan,
-        state: State,
-        state_path: Path | None,
-        steps: ArmSteps,
-        check: Callable[[], object],
-    ) -> None:
-        self._runner = runner
-        self._group = group
-        self._plan = plan
-        self._state = state
-        self._state_path = state_path
-        self._steps = steps
-        self._check = check
-        self._seed = group.rank // runner.tensor_parallel_size
-        self._start = time.monotonic() - state.seconds
+    runner: ModelRunner
+    group: CommGroup
+    plan: Plan
+    state: State
+    state_path: Path | None
+    steps: ArmSteps
+    check: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self._seed = self.group.rank // self.runner.tensor_parallel_size
+        self._start = time.monotonic() - self.state.seconds
 
     def run(self) -> State:
         """Run as many rounds as the time allows, at least one."""
-        first = self._group.rank == 0
-        for mode in progress(self._plan.grid.modes, desc="stage times", unit="mode", show=first):
-            if mode not in self._state.searched:
-                self._state.searched[mode] = self._search(mode)
+        first = self.group.rank == 0
+        for mode in progress(self.plan.grid.modes, desc="stage times", unit="mode", show=first):
+            if mode not in self.state.searched:
+                self.state.searched[mode] = self._search(mode)
         self._save()
-        cells = self._plan.grid.cells()
-        for done in range(self._state.rounds, self._plan.rounds):
-            label = f"round {done + 1} of at most {self._plan.rounds}"
+        cells = self.plan.grid.cells()
+        for done in range(self.state.rounds, self.plan.rounds):
+            label = f"round {done + 1} of at most {self.plan.rounds}"
             for cell in progress(cells, desc=label, unit="cell", show=first):
-                serial = self._state.samples.get(str(cell), {}).get(SERIAL_ARM)
+                serial = self.state.samples.get(str(cell), {}).get(SERIAL_ARM)
                 if serial is not None and len(serial) > done:
                     continue  # measured before the run was stopped
                 if done and self._time_is_up():
-                    return self._state
+                    return self.state
                 self._visit(cell)
                 self._save()
-            self._state.rounds = done + 1
+            self.state.rounds = done + 1
         self._save()
-        return self._state
+        return self.state
 
     def arms(self, mode: str) -> list[Arm]:
         """The arms that are measured in a mode's cells."""
-        chunks = most_chunks(self._runner.all2all) > 1 and self._runner.config.num_experts > 0
-        lanes = [count for count in self._plan.lanes if self._steps.serves(count)]
-        return [*library_arms(lanes, chunks=chunks), *self._state.searched.get(mode, [])]
+        chunks = most_chunks(self.runner.all2all) > 1 and self.runner.config.num_experts > 0
+        lanes = [count for count in self.plan.lanes if self.steps.serves(count)]
+        return [*library_arms(lanes, chunks=chunks), *self.state.searched.get(mode, [])]
 
     # -- a cell ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _visit(self, cell: Cell) -> None:
-        samples = self._state.samples.setdefault(str(cell), {})
-        with make_batch(self._runner, cell, self._plan.grid, seed=self._seed) as batch:
+        samples = self.state.samples.setdefault(str(cell), {})
+        with make_batch(self.runner, cell, self.plan.grid, seed=self._seed) as batch:
             racing = []
             for arm in self.arms(cell.mode):
                 if arm.name not in samples:
@@ -179,7 +172,7 @@ class Tuner:
             for arm in [*racing, *reversed(racing)]:
                 times[arm.name].append(self._timed(arm, batch))
         for arm in racing:
-            slowest = -self._group.least(-sum(times[arm.name]) / 2)
+            slowest = -self.group.least(-sum(times[arm.name]) / 2)
             own = samples[arm.name]
             if own is not None:
                 own.append(slowest)
@@ -195,40 +188,40 @@ class Tuner:
 
     def _search(self, mode: str) -> list[Arm]:
         """The simulator's best schedules for the mode's largest cell; none if its stages cannot be measured."""
-        if not self._plan.search_best:
+        if not self.plan.search_best:
             return []
-        cell = max((cell for cell in self._plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
-        limits = {"max_lanes": max(self._plan.lanes), "max_chunks": _MAX_CHUNKS, "keep": self._plan.search_best}
-        with make_batch(self._runner, cell, self._plan.grid, seed=self._seed) as batch, suppress(NoStageTimes):
-            return self._steps.search(batch, lambda model: best_schedules(model, mode, self.arms(mode), **limits))
+        cell = max((cell for cell in self.plan.grid.cells() if cell.mode == mode), key=lambda cell: cell.tokens)
+        limits = {"max_lanes": max(self.plan.lanes), "max_chunks": _MAX_CHUNKS, "keep": self.plan.search_best}
+        with make_batch(self.runner, cell, self.plan.grid, seed=self._seed) as batch, suppress(NoStageTimes):
+            return self.steps.search(batch, lambda model: best_schedules(model, mode, self.arms(mode), **limits))
         return []
 
     # -- a step, and what the ranks exchange ----------------------------------------------------------------------
 
     def _run(self, arm: Arm, batch: Step) -> bool:
-        self._check()
-        return self._steps.run(arm, batch)
+        self.check()
+        return self.steps.run(arm, batch)
 
     def _timed(self, arm: Arm, batch: Step) -> float:
         """Seconds of a step, from when all ranks are ready; on a GPU, until its work is done."""
-        self._check()
+        self.check()
         self._wait_for_device()
-        self._group.least(0.0)
+        self.group.least(0.0)
         start = time.perf_counter()
-        self._steps.run(arm, batch)
+        self.steps.run(arm, batch)
         self._wait_for_device()
         return time.perf_counter() - start
 
     def _wait_for_device(self) -> None:
-        if self._runner.device.type == "cuda":
-            torch.cuda.synchronize(self._runner.device)
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize(self.runner.device)
 
     def _time_is_up(self) -> bool:
         """Whether the time is up, by rank 0's clock."""
-        up = self._group.rank == 0 and time.monotonic() - self._start > self._plan.max_seconds
-        return self._group.least(0.0 if up else 1.0) == 0.0
+        up = self.group.rank == 0 and time.monotonic() - self._start > self.plan.max_seconds
+        return self.group.least(0.0 if up else 1.0) == 0.0
 
     def _save(self) -> None:
-        self._state.seconds = time.monotonic() - self._start
-        if self._state_path is not None:
-            save_state(self._state_path, self._state)
+        self.state.seconds = time.monotonic() - self._start
+        if self.state_path is not None:
+            save_state(self.state_path, self.state)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from c_kernels import needs_c
+from dense_checkpoint import SMALL_MOE
 from repository import TINY_MOE
 
-from model_runner import RandomQwen3Moe, make_random_checkpoint
+from model_runner import make_random_checkpoint
 from serving.cli import main
 from serving.workbench.bench.runtime import experts
 from serving.workbench.bench.server import step
@@ -25,10 +26,6 @@ from ubatch.kernels.c_jit import why_not_c
 pytestmark = pytest.mark.long
 
 TINY = str(TINY_MOE)
-SMALL = RandomQwen3Moe(
-    **{"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8},
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-)
 STEP = ["--model", TINY, "--requests", "3", "--prompt", "5", "--steps", "4", "--blocks", "2", "--dtypes", "float32"]
 Report = Mapping[str, Any]
 
@@ -203,7 +200,7 @@ def test_a_command_runs_prints_and_writes(
 ) -> None:
     if run.fixture is not None:
         request.getfixturevalue(run.fixture)
-    model = make_random_checkpoint(tmp_path / "model", SMALL) if "MODEL" in run.words else None
+    model = make_random_checkpoint(tmp_path / "model", SMALL_MOE) if "MODEL" in run.words else None
     file = tmp_path / "figures.json"
     words = [str(model) if word == "MODEL" else word for word in run.words]
     assert main(["bench", *words, "--json", str(file)]) in run.statuses

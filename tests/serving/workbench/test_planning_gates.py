@@ -265,11 +265,6 @@ def test_loads_from_a_file_say_how_long_every_layer_takes(tmp_path: Path, capsys
         assert serial_s(*files) == pytest.approx(expected, rel=1e-3)
 
 
-def test_one_rank_has_no_more_than_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--ep", "2", "--skew", "3"]) == 2
-    assert "--skew 3: the busiest of 2 ranks has at most all tokens" in capsys.readouterr().err
-
-
 def test_loads_of_another_model_are_refused(tmp_path: Path) -> None:
     model = read_model("deepseek-v3")
     write_loads(tmp_path / "loads.npy", np.ones((58, 128)))

@@ -128,22 +128,6 @@ def test_a_placement_says_where_experts_are(loads: str, tmp_path: Path, capsys: 
     assert "has the load of 4 experts in 2 MoE layers, but" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ((), "needs --ranks, or --expert-placement"),
-        (("--ranks", "0"), "--ranks 0: it should be at least 1"),
-        (("--ranks", "2", "--seconds", "3"), "--seconds has no effect with --expert-loads"),
-        (("--ranks", "2", "--url", "http://127.0.0.1:1"), "has no effect with --url"),
-    ],
-)
-def test_flags_that_do_not_fit(
-    loads: str, words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["trace", "--expert-loads", loads, *words]) == 2
-    assert why in capsys.readouterr().err
-
-
 # -- recordings --------------------------------------------------------------------------------------------------
 
 

@@ -14,4 +14,5 @@ step       a decode step and a prefill of a whole engine, by kind of work
 step_times the clocks of `step`
 structured what grammars cost a step, and the requests beside them
 structured_device the same, on a fake device
+fake_device the device of `scheduler` and `structured_device`
 """

@@ -1,7 +1,7 @@
 """The part of `ubatch bench engine` without a model: the scheduler's time per step, and how much the loop hides.
 
-A fake device finishes each step a fixed time after the step before it, whatever the host does meanwhile. All requests
-run and none ends, so that every step decodes all of them. The arms are interleaved:
+On a fake device (`fake_device`) all requests run and none ends, so that every step decodes all of them. The arms are
+interleaved:
 
     plain        schedule, launch, wait, process; then the next one
     overlapped   the next step is scheduled and launched, and the last one processed, while the device works
@@ -17,16 +17,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from attention import BlockAllocator, RequestToTokenTable
-from model_runner import SamplingParams, Step, StepOutput
+from model_runner import SamplingParams
 from serving.engine.rank.core import EngineCore
 from serving.requests import RequestInput
-from serving.scheduler import Scheduler, SchedulerConfig
+from serving.scheduler import SchedulerConfig
+from serving.workbench.bench.server.fake_device import FakeDevice, fake_engine
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms
-from ubatch import Decision, DeclineReason
 
 _PROMPT_LEN = 32
-_BLOCK = 16
 _STEPS = 100  # per arm and visit
 _DEVICE_S = 4e-3
 _VOCABULARY = 1000
@@ -48,39 +46,6 @@ class SchedulerResult:
         print_arms(self.arms_ms, ".3f", unit="ms a step")
         print(f"  the device waits in the plain loop   {self.exposed:.3f} ms a step")
         print(f"  of which the overlapped loop hides   {self.hidden:.2f}", flush=True)
-
-
-class _Device:
-    """A fake device: a step is done `seconds` after its launch, or after the step before it, whichever is later."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._free_at = 0.0
-
-    def launch(self, step: Step, /) -> _Launched:
-        self._free_at = max(time.perf_counter(), self._free_at) + self.seconds
-        return _Launched(step, self._free_at)
-
-    def restart_clock(self) -> None:
-        """Does nothing: this device's steps have no vote."""
-
-
-@dataclass
-class _Launched:
-    step: Step
-    done_at: float
-
-    def sample(self) -> None:
-        """Does nothing: the tokens are fixed."""
-
-    def result(self) -> StepOutput:
-        """Sleep until the device is done."""
-        if (left := self.done_at - time.perf_counter()) > 0:
-            time.sleep(left)
-        shares = len(self.step.shares)
-        decision = Decision(False, DeclineReason.DISABLED, None, ((shares,),))
-        nothing = ((),) * shares
-        return StepOutput(((7,),) * shares, nothing, nothing, decision, all_idle=not shares)
 
 
 def measure_scheduler(blocks: int, running: int = 64) -> SchedulerResult:
@@ -107,22 +72,12 @@ def measure_scheduler(blocks: int, running: int = 64) -> SchedulerResult:
 
 def _core(device_s: float, running: int, steps: int, *, overlapped: bool) -> EngineCore:
     """An engine whose `running` requests all decode for `steps` steps."""
-    length = _PROMPT_LEN + steps
-    blocks = -(-length // _BLOCK)
-    config = SchedulerConfig(
-        max_num_seqs=running, max_num_batched_tokens=max(2048, running * _PROMPT_LEN), max_model_len=length
-    )
-    scheduler = Scheduler(
-        config,
-        BlockAllocator(2 * running * blocks),
-        RequestToTokenTable(running, blocks, _BLOCK),
-        eos_token_ids=(0,),
-        vocab_size=_VOCABULARY,
-    )
-    core = EngineCore(_Device(device_s), scheduler, overlap_schedule=overlapped)
+    tokens = max(2048, running * _PROMPT_LEN)
+    config = SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=tokens, max_model_len=_PROMPT_LEN + steps)
+    core = fake_engine(FakeDevice(device_s), config, _VOCABULARY, overlapped=overlapped)
     for index in range(running):
         prompt = [index + 1] * _PROMPT_LEN  # no two prompts share a prefix
         core.add(RequestInput(str(index), prompt, SamplingParams(max_tokens=steps)))
-    while scheduler.num_waiting:
+    while core.scheduler.num_waiting:
         core.step()
     return core

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,13 +31,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 from pydantic import Field
 
-from model_runner import (
-    GrammarRows,
-    SamplingParams,
-    TokenGrammar,
-    make_random_checkpoint,
-)
-from serving.hub import fetch_weights, find_checkpoint
+from model_runner import GrammarRows, RandomDeepseekV3, RandomQwen3Moe, SamplingParams, TokenGrammar
 from serving.llm import LLM
 from serving.structured.matcher import GrammarCompiler
 from serving.structured.tokenizer import load_grammar_tokenizer
@@ -46,7 +39,7 @@ from serving.workbench.bench.options import SERVER, Dtype
 from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.structured_device import measure_device
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, print_machine
-from serving.workbench.bench.step_setting import ModelOptions
+from serving.workbench.bench.step_setting import ModelOptions, model_folder
 from ubatch import ConfigError, UBatchError
 
 _TEXTS = 20
@@ -70,6 +63,10 @@ class Options(ModelOptions):
     ] = None
     device_ms: Annotated[float, Field(gt=0, description="milliseconds of a step of the fake device")] = 10.0
     dtype: Annotated[Dtype, Field(description="of the model")] = "float32"
+
+    @property
+    def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
+        return replace(super().size, vocab_size=self.vocabulary or 2048)
 
 
 @dataclass(frozen=True)
@@ -234,20 +231,12 @@ def _text(name: str) -> str:
 @contextmanager
 def _model(options: Options) -> Iterator[Path]:
     """The given checkpoint's folder, or one with random weights and a made tokenizer, deleted at the end."""
-    if options.model is not None:
-        if options.layers is not None or options.vocabulary is not None:
-            raise ConfigError(
-                f"{options.model} has its own layers and vocabulary. Leave --layers and --vocabulary out."
-            )
-        located = find_checkpoint(options.model, "--model")
-        fetch_weights(located, "--model")
-        yield located.folder
-        return
-    size = replace(options.size, vocab_size=options.vocabulary or 2048)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = make_random_checkpoint(Path(temporary) / f"random-{options.random}", size)
-        end = _write_tokenizer(folder, size.vocab_size)
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}) + "\n", encoding="utf-8")
+    if options.model is not None and options.vocabulary is not None:
+        raise ConfigError(f"--vocabulary {options.vocabulary}: {options.model} has its own. Leave one of them out.")
+    with model_folder(options) as folder:
+        if options.model is None:
+            end = _write_tokenizer(folder, options.size.vocab_size)
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}) + "\n", encoding="utf-8")
         yield folder
 
 
