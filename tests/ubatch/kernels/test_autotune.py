@@ -247,9 +247,7 @@ def test_a_lane_that_tunes_is_not_taken_for_hung(path: Path) -> None:
 
     def tunes() -> Config:
         chosen = timer.tuner.choose("k", (SLOW, FAST), slowly, device=CPU)
-        lane = current_lane()
-        assert lane is not None
-        assert lane.waiting is None
+        assert current_lane().waiting is None
         return chosen
 
     pool = LanePool(2, CPU, 0.6)

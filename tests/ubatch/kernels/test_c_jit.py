@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import re
 import threading
 from pathlib import Path
 
@@ -135,10 +136,7 @@ def test_without_a_compiler_there_is_a_reason(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=reason):
         compile_c(SOURCE)
-    why = c_jit.why_not_c()
-    assert why is not None
-    with pytest.raises(ConfigError, match=reason):
-        raise ConfigError(why)
+    assert re.search(reason, c_jit.why_not_c())
 
 
 @needs_c
@@ -237,9 +235,7 @@ def test_a_kernel_that_cannot_be_loaded_is_not_kept(cache: Path, monkeypatch: py
 @needs_c
 def test_another_openmp_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_jit, "_PROBE", "int ubatch_threads(void) { return 1234; }\n")
-    why = c_jit.why_not_c()
-    assert why is not None
-    assert "has 1234 threads" in why
+    assert "has 1234 threads" in c_jit.why_not_c()
 
 
 @needs_c

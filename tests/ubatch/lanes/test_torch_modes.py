@@ -115,9 +115,7 @@ def test_what_they_cannot_take_over_is_named(around: str, name: str) -> None:
     surrounding, reason, what = BOUND[name]
     with FREE[around](), surrounding():
         no = why_not_in_lanes()
-    assert no is not None
-    assert no[0] is reason
-    assert what in no[1]
+    assert (no[0], what in no[1]) == (reason, True)
     assert why_not_in_lanes() is None
 
 
@@ -155,9 +153,7 @@ def test_a_function_that_is_transformed_or_recorded_stays_in_its_thread(name: st
     transform(looks)
     assert found
     for no in found:
-        assert no is not None
-        assert no[0] is reason
-        assert what in no[1]
+        assert (no[0], what in no[1]) == (reason, True)
     assert why_not_in_lanes() is None
 
 
@@ -345,8 +341,6 @@ def test_the_profiler_shows_the_operations_of_all_lanes_if_told_to(wrapper: UBat
     config = torch.profiler._ExperimentalConfig(profile_all_threads=switched)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as seen:
         wrapper(rows())
-    events = seen.events()
-    assert events is not None
-    products = [event for event in events if event.name == "aten::addmm"]
+    products = [event for event in seen.events() if event.name == "aten::addmm"]
     assert len(products) == (2 * LAYERS if switched else 0), "every layer in two lanes"
     assert len({event.thread for event in products}) == (2 if switched else 0)

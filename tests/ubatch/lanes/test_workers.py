@@ -16,17 +16,7 @@ import pytest
 import torch
 from children import exit_code, in_child
 from failure_cases import usable
-from lanes import (
-    CPU,
-    OwnThreads,
-    lane_pool,
-    lane_threads,
-    no_lane_threads_within,
-    open_files,
-    run,
-    walker,
-    within,
-)
+from lanes import CPU, OwnThreads, lane_pool, lane_threads, no_lane_threads_within, open_files, run, walker, within
 from repository import ROOT
 
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield

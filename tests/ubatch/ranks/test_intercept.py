@@ -13,17 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import ubatch
 from ranks import on_ranks
-from ubatch import (
-    CommGroup,
-    DeclineReason,
-    GradientError,
-    SpanKind,
-    UBatchConfig,
-    UBatchWrapper,
-    UnvotedCollectiveError,
-    tracing,
-)
+from ubatch import CommGroup, DeclineReason, UBatchConfig, UBatchWrapper, UnvotedCollectiveError
 from ubatch.ranks.intercept import intercepting
 
 HIDDEN, LAYERS = 16, 3
@@ -71,9 +63,9 @@ def intercepted(module: nn.Module, lanes: int = 2, group: CommGroup | None = Non
 
 def traced(wrapper: UBatchWrapper, x: Tensor) -> tuple[Tensor, list[tuple[int, str]], int]:
     """The outputs, the order of points, and the number of transfers."""
-    with torch.no_grad(), tracing() as trace:
+    with torch.no_grad(), ubatch.tracing() as trace:
         result = wrapper(x)
-    return result, trace.order, sum(span.kind is SpanKind.TRANSFER for span in trace.spans)
+    return result, trace.order, sum(span.kind is ubatch.SpanKind.TRANSFER for span in trace.spans)
 
 
 def rows(seed: int, number: int = 6) -> Tensor:
@@ -176,7 +168,7 @@ def test_what_could_dead_lock_is_refused(rank: int, group: CommGroup) -> None:
         alone(torch.ones(8, HIDDEN))
     alone.close()
     summing = UBatchWrapper(Summing(), settings(2, group))
-    with intercepting(), pytest.raises(GradientError, match="requires grad"):
+    with intercepting(), pytest.raises(ubatch.GradientError, match="requires grad"):
         summing(torch.ones(8, HIDDEN, requires_grad=True))
     summing.close()
 

@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 import ubatch
 from ranks import on_ranks
-from ubatch import (
-    CommGroup,
-    GroupBroken,
-    PeerFailed,
-    UBatchConfig,
-    UBatchWrapper,
-    all_reduce,
-    launch_all_gather,
-)
+from ubatch import CommGroup, GroupBroken, PeerFailed, UBatchConfig, UBatchWrapper, all_reduce
 
 pytestmark = pytest.mark.ranks
 
@@ -58,7 +50,7 @@ def test_a_failed_lane_fails_the_step_on_every_rank_and_all_recover(rank: int, g
             for call in (
                 lambda r=rows: model(torch.ones(r, 2)),
                 lambda: ubatch.all_reduce(torch.ones(2), group),
-                lambda: launch_all_gather(torch.ones(2), group),
+                lambda: ubatch.launch_all_gather(torch.ones(2), group),
             ):
                 begun = time.monotonic()
                 with pytest.raises(GroupBroken, match=r"Boom.*Call reset\(\)"):

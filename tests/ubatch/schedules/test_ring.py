@@ -76,11 +76,4 @@ def test_against_the_oracle_at_random(lengths: list[int], lead: int) -> None:
 
 
 def test_two_equal_lanes_alternate() -> None:
-    assert interleave([["a", "b"], ["a", "b"]]) == [
-        (0, "a"),
-        (1, "a"),
-        (0, "b"),
-        (1, "b"),
-        (0, "end"),
-        (1, "end"),
-    ]
+    assert interleave([["a", "b"], ["a", "b"]]) == [(0, "a"), (1, "a"), (0, "b"), (1, "b"), (0, "end"), (1, "end")]

@@ -34,9 +34,7 @@ def profiled(body: Callable[[], object]) -> list[Any]:
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
         body()
-    events = profiler.events()
-    assert events is not None
-    return [event for event in events if event.name.startswith("lane ")]
+    return [event for event in profiler.events() if event.name.startswith("lane ")]
 
 
 @pytest.mark.parametrize("lanes", [2, 3])

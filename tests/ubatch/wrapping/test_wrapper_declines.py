@@ -19,22 +19,8 @@ from torch import Tensor, nn
 from wrapper_cases import Model, identity, x_of
 from wrapping import Plain, made, wrapped
 
-from ubatch import (
-    ConfigError,
-    Decision,
-    DeclineReason,
-    ForwardContext,
-    ForwardMode,
-    OverlapDeclined,
-    SplitError,
-    UBatchSlice,
-    dbo_current_ubatch_id,
-    dbo_enabled,
-    get_forward_context,
-    set_forward_context,
-    split_fixed,
-    split_two_chunk,
-)
+import ubatch
+from ubatch import Decision, DeclineReason, ForwardContext, ForwardMode, SplitError, UBatchSlice, set_forward_context
 
 # ------------------------------------------------------------------------------------------------ every way to decline
 
@@ -240,7 +226,7 @@ def test_a_call_that_declines_is_right_and_counted(reason: DeclineReason, case: 
             assert str(seen.last_reason).startswith(f"{reason}: ")
     with wrapped(module, **settings, require_overlap=True) as strict, set_forward_context(context):
         with pytest.raises(
-            OverlapDeclined, match=f"require_overlap is set, but the call declined: {reason}"
+            ubatch.OverlapDeclined, match=f"require_overlap is set, but the call declined: {reason}"
         ) as refused:
             strict(*args)
         assert refused.value.reason is reason
@@ -263,23 +249,23 @@ def test_in_evaluation_they_overlap(module: nn.Module) -> None:
 
 def noting(notes: list[ForwardContext | None]) -> Plain:
     def forward(x: Tensor, **named: Tensor) -> Tensor:
-        assert dbo_enabled()
-        notes.append(get_forward_context())
-        return x + dbo_current_ubatch_id()
+        assert ubatch.dbo_enabled()
+        notes.append(ubatch.get_forward_context())
+        return x + ubatch.dbo_current_ubatch_id()
 
     return Plain(forward)
 
 
 def test_token_slices_cut_flat_arguments_where_they_say() -> None:
     notes: list[ForwardContext | None] = []
-    slices = split_two_chunk([7, 1], 0.48)
+    slices = ubatch.split_two_chunk([7, 1], 0.48)
     assert [part.num_tokens for part in slices] == [4, 4]
     lanes = tuple(ForwardContext(attn_metadata=f"plan {lane}", num_tokens=4) for lane in range(2))
     context = ForwardContext(attn_metadata="whole", num_tokens=8, ubatch_slices=slices, lane_contexts=lanes)
     with wrapped(noting(notes), dbo_prefill_token_threshold=1000) as wrapper:
         with set_forward_context(context):
             result = wrapper(torch.zeros(8, 2), positions=torch.arange(8))
-            assert get_forward_context() is context
+            assert ubatch.get_forward_context() is context
         assert result[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
         assert notes == [*lanes]
         assert wrapper.statistics().engaged == 1
@@ -289,18 +275,15 @@ def test_request_slices_cut_batched_arguments_where_they_say() -> None:
     notes: list[ForwardContext | None] = []
 
     def forward(input_ids: Tensor) -> Tensor:
-        notes.append(get_forward_context())
-        return input_ids + dbo_current_ubatch_id()
+        notes.append(ubatch.get_forward_context())
+        return input_ids + ubatch.dbo_current_ubatch_id()
 
     for length, mode in ((1, ForwardMode.DECODE), (4, ForwardMode.PREFILL)):
         notes.clear()
         slices = tuple(
             UBatchSlice(slice(a, b), slice(a * length, b * length)) for a, b in ((0, 1), (1, 4), (4, 4), (4, 6))
         )
-        with (
-            wrapped(Plain(forward)) as wrapper,
-            set_forward_context(ForwardContext(ubatch_slices=slices, mode=mode)),
-        ):
+        with wrapped(Plain(forward)) as wrapper, set_forward_context(ForwardContext(ubatch_slices=slices, mode=mode)):
             result = wrapper(torch.zeros(6, length, dtype=torch.long))
             assert result[:, 0].tolist() == [0, 1, 1, 1, 3, 3], "lane 2 is empty"
             assert wrapper.statistics().engaged == 1
@@ -329,10 +312,14 @@ HALVES = slices_of((0, 3), (3, 6))
         (ForwardContext(ubatch_slices=slices_of((0, 3), (3, 7))), SplitError, "cover 7 tokens.* have 6 rows"),
         (
             ForwardContext(ubatch_slices=HALVES, lane_contexts=(ForwardContext(),)),
-            ConfigError,
+            ubatch.ConfigError,
             "2 ubatch_slices need as many lane_contexts, not 1",
         ),
-        (ForwardContext(ubatch_slices=HALVES, attn_metadata="plan"), ConfigError, "needs lane_contexts, one per slice"),
+        (
+            ForwardContext(ubatch_slices=HALVES, attn_metadata="plan"),
+            ubatch.ConfigError,
+            "needs lane_contexts, one per slice",
+        ),
         (
             ForwardContext(decision=Decision(True, None, None, ((3, 3),))),
             SplitError,
@@ -364,7 +351,7 @@ def test_a_request_in_two_slices_is_refused_for_batched_arguments() -> None:
 def test_what_would_decline_is_refused_by_name_when_asked_for(reason: DeclineReason) -> None:
     """But for the thresholds, which the caller has overruled, and for what only a proof finds out."""
     for make, settings, args, _ in DECLINES[reason]:
-        slices = split_fixed(len(args[0]), 1) if len(args[0]) > 1 else slices_of((0, 1), (1, 1))
+        slices = ubatch.split_fixed(len(args[0]), 1) if len(args[0]) > 1 else slices_of((0, 1), (1, 1))
         by_size = reason.startswith("below") or reason is DeclineReason.LAST_UBATCH_EMPTY
         if len(args) > 1 and reason is DeclineReason.SEQUENCE_FIRST:
             continue  # nobody proves it, so its other arguments are ambiguous
@@ -382,10 +369,7 @@ def test_what_would_decline_is_refused_by_name_when_asked_for(reason: DeclineRea
 def test_a_vote_that_said_no_is_obeyed() -> None:
     no = Decision(False, DeclineReason.PEER_DECLINED, 1, ((6,), (3,)))
     module = Plain(identity)
-    with (
-        wrapped(module) as wrapper,
-        set_forward_context(ForwardContext(ubatch_slices=HALVES, decision=no)),
-    ):
+    with wrapped(module) as wrapper, set_forward_context(ForwardContext(ubatch_slices=HALVES, decision=no)):
         wrapper(x_of())
         assert len(module.calls) == 1
         assert wrapper.statistics().declined == {DeclineReason.PEER_DECLINED: 1}
