@@ -77,8 +77,6 @@ def replaying(rank: int, world_size: int) -> dict[str, Any]:
         except ubatch.ConfigError as refused:
             seen["refused"] = str(refused)
     seen["threads"] = len(fake.replay_threads)
-    wrapper.close()
-    other.close()
     return seen
 
 

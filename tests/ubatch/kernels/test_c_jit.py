@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,19 +67,14 @@ def test_another_source_or_processor_is_another_kernel(cache: Path, monkeypatch:
 
 @needs_c
 def test_two_that_start_together(cache: Path) -> None:
-    answers = []
     path = c_jit._folder() / "both.so"
 
-    def build() -> None:
+    def build(_: int) -> int:
         c_jit._compile(SOURCE, c_jit._compiler(), c_jit._FLAGS, path)
-        answers.append(ctypes.CDLL(str(path)).answer())
+        return ctypes.CDLL(str(path)).answer()
 
-    threads = [threading.Thread(target=build) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [42] * 4
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(build, range(4))) == [42] * 4
     assert sorted(each.name for each in cache.iterdir()) == ["both.sha256", "both.so"]
     assert c_jit._is_whole(path)
 

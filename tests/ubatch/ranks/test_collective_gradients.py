@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -185,7 +185,6 @@ def test_a_sharded_module_has_the_gradients_of_the_whole_one(rank: int, group: C
         model.zero_grad()
         (model(x).square().sum() / group.size).backward()  # all ranks compute the same loss
         torch.testing.assert_close([part.up.grad, part.down.grad], expected, rtol=1e-11, atol=1e-11)
-    wrapper.close()
 
 
 # ------------------------------------------------------------------------------ other threads, other ranks, refusals
@@ -193,19 +192,8 @@ def test_a_sharded_module_has_the_gradients_of_the_whole_one(rank: int, group: C
 
 def in_a_fresh_thread(body: Callable[[], object]) -> None:
     """Where none of the caller's contextvars are, as in autograd's threads of a device."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=contextvars.Context().run, args=(run,))
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(contextvars.Context().run, body).result()
 
 
 def led_backward(rank: int, world_size: int) -> None:

@@ -124,7 +124,6 @@ def _dispatches(rank: int, ranks: int) -> None:
                 x = rows_of(tokens, rank)
                 close(wrapper(x), model.expected(x), f"{tokens} tokens")
         assert wrapper.statistics().engaged == 1
-        wrapper.close()
         assert group.broken is None
         # No rank may end before both have withdrawn what they told.
         told = partial(map, partial(connection_silence, group), range(ranks))

@@ -75,9 +75,8 @@ def test_ranks_with_different_batches_split_alike_and_are_right(
     rank: int, group: CommGroup, world_size: int, lanes: int
 ) -> None:
     module = Experts(group)
-    model = UBatchWrapper(
-        module, UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=6, group=group)
-    )
+    config = UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=6, group=group)
+    model = UBatchWrapper(module, config)
     generator = torch.Generator().manual_seed(rank)
     expected_engaged = 0
     with torch.inference_mode():
@@ -94,7 +93,6 @@ def test_ranks_with_different_batches_split_alike_and_are_right(
     assert statistics_.engaged == expected_engaged
     assert statistics_.engaged + sum(statistics_.declined.values()) == 60
     assert expected_engaged > 5, "an idle rank must not veto"
-    model.close()
     reasons = [DeclineReason.PEER_DECLINED, DeclineReason.BELOW_PREFILL_THRESHOLD]
     seen = ubatch.all_reduce(torch.tensor([statistics_.declined.get(reason, 0) for reason in reasons]), group)
     assert min(seen.tolist()) > 0
@@ -136,7 +134,6 @@ def test_every_reason_that_ranks_can_have_is_seen(rank: int, group: CommGroup) -
                 assert torch.equal(result, args[0] * 2)
         counted = model.statistics()
         assert sorted(counted.declined) + ["engaged"] * counted.engaged == [expected]
-        model.close()
 
     def on_rank_1(expected: str, *mine: Any, all_see_it: bool = False) -> None:
         """Rank 0 calls with what is usual, rank 1 with what is given."""
@@ -206,7 +203,6 @@ def test_voting(rank: int, group: CommGroup) -> None:
         with ubatch.set_forward_context(context):
             assert torch.equal(model(x), Experts.reference(x, 2, layers=1))
     assert model.statistics().engaged == 1
-    model.close()
 
     # Overlap that is required and declined is an error on every rank, and leaves nothing out of step.
     model = UBatchWrapper(nn.Identity(), replace(config, require_overlap=True))
@@ -215,7 +211,6 @@ def test_voting(rank: int, group: CommGroup) -> None:
             model(torch.ones(8 if rank else 2, 2))
         assert declined.value.reason == (DeclineReason.PEER_DECLINED if rank else DeclineReason.BELOW_PREFILL_THRESHOLD)
     assert torch.equal(model(torch.ones(8, 2)), torch.ones(8, 2))
-    model.close()
 
     # Outputs that one rank can merge and another cannot, unlike in their proof: no rank repeats the step alone.
     rows_only = [True]
@@ -232,7 +227,6 @@ def test_voting(rank: int, group: CommGroup) -> None:
             model(ids(8))
     group.reset()
     assert group.vote(yes).engaged
-    model.close()
 
     # A default device, a grad mode or an autocast around it is none of the vote's business.
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):

@@ -68,9 +68,7 @@ class Model(nn.Module):
 
 def _wrapped(group: CommGroup) -> tuple[Model, UBatchWrapper]:
     model = Model(group)
-    config = ubatch.UBatchConfig(
-        verify="off", group=group, schedule=EVERY_POINT, dbo_prefill_token_threshold=2, timeout_s=20.0
-    )
+    config = ubatch.UBatchConfig(verify="off", group=group, schedule=EVERY_POINT, dbo_prefill_token_threshold=2)
     return model, UBatchWrapper(model, config)
 
 
@@ -83,7 +81,6 @@ def test_ranks_that_launch_alike(rank: int, group: CommGroup) -> None:
     assert wrapper.statistics().engaged == 3
     launches = group.usable_connection().order.launches
     assert launches == [f"lane {lane}: all_reduce float32 [*, 3]" for lane in (0, 1, 0, 1)]
-    wrapper.close()
 
 
 @on_ranks(2, timeout_s=10.0)
@@ -106,7 +103,6 @@ def test_a_lane_that_strays(rank: int, group: CommGroup) -> None:
     group.reset()
     model.strays = False
     torch.testing.assert_close(wrapper(x), 4 * x)
-    wrapper.close()
 
 
 @on_ranks(2, timeout_s=2.0)
@@ -124,7 +120,6 @@ def test_a_lane_that_launches_nothing(rank: int, group: CommGroup) -> None:
     told = "\n".join([str(caught.value), *caught.value.__notes__])
     assert "the first 0 launches are the same, then:" in told
     assert "rank 1 (2 launches): lane 1: all_reduce float32 [*, 3]; lane 1" in told
-    wrapper.close()
 
 
 @on_ranks(2, timeout_s=10.0)
@@ -135,4 +130,3 @@ def test_a_check_on_one_rank_only(rank: int, group: CommGroup) -> None:
     _, wrapper = _wrapped(CommGroup.from_process_group(timeout_s=10.0))
     with pytest.raises(LaunchOrderError, match=r"is set on ranks \[0\] of the group only"):
         wrapper(torch.ones(4, 3))
-    wrapper.close()

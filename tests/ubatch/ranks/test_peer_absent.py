@@ -72,7 +72,6 @@ def test_slow_ranks_are_waited_for_and_absent_ones_not_for_ever(rank: int, group
     healthy_step(model, probe, 2)
     group.reset()  # no failure: harmless
     healthy_step(model, probe, 3)
-    model.close()
 
 
 @on_ranks(2, timeout_s=5.0)
@@ -184,7 +183,6 @@ def test_ctrl_c_on_one_rank_ends_its_wait_and_the_others(rank: int, group: CommG
             probe.__dict__.pop("exchange", None)
         group.reset()
         healthy_step(model, probe, 2)
-    model.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- exit

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lanes import EVERY_POINT, FinishedWork, run
 from nccl_alone import Collectives, check_reset
 from torch import Tensor, nn
+from wrapping import wrapped
 
 import ubatch
 from ranks import run_ranks
@@ -142,16 +143,13 @@ class Layers(nn.Module):
 @torch.inference_mode()
 def test_a_wrapped_module_with_ranges_and_a_budget() -> None:
     model = Layers().to(CUDA)
-    config = UBatchConfig(verify="off", dbo_prefill_token_threshold=2, comm_sms=8)
-    wrapper = UBatchWrapper(model, config)
     x = torch.randn(32, 64, device=CUDA)
     expected = model(x)
-    with ubatch.profile_ranges():
+    with wrapped(model, comm_sms=8) as wrapper, ubatch.profile_ranges():
         torch.testing.assert_close(wrapper(x), expected)
-    assert wrapper.statistics().engaged == 1
+        assert wrapper.statistics().engaged == 1
     total = torch.cuda.get_device_properties(CUDA).multi_processor_count
     assert {None, SMBudget(total, 8)} == BUDGETS
-    wrapper.close()
 
 
 # --------------------------------------------------------------------------------------------- NCCL, a group of one

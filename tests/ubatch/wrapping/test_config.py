@@ -277,11 +277,6 @@ def test_python_callers_are_checked_too() -> None:
             UBatchConfig(**settings)  # type: ignore[arg-type]
 
 
-def test_a_schedule_survives_its_mapping() -> None:
-    for schedule in (*SCHEDULES.values(), Schedule.from_mapping("mine", MINE)):
-        assert Schedule.from_mapping(schedule.name, schedule.to_mapping()) == schedule
-
-
 def test_a_signalled_schedule_is_read_and_ranks_compare_it() -> None:
     config = UBatchConfig.from_mapping(
         {"schedule": "mine", "schedules": {"mine": {"lanes": 1, "comm-sms": 8, "signalled": True}}}

@@ -14,7 +14,7 @@ from wrapping import FIRST, Plain, assert_same, outcome, proved, rows, seen, wra
 
 import ubatch
 from ubatch import DeclineReason, UBatchConfig, Verify, dbo_enabled, tracing
-from ubatch.schedules.forward_context import ForwardContext, ForwardMode
+from ubatch.schedules.forward_context import ForwardMode
 from ubatch.wrapping.proof_table import signature_of
 
 pytestmark = pytest.mark.long
@@ -268,17 +268,6 @@ def test_overlap_that_is_required_may_be_proved_first() -> None:
         pytest.raises(ubatch.OverlapDeclined, match="rows_depend"),
     ):
         wrapper(rows(8))
-
-
-def test_a_context_that_has_decided_is_not_proved() -> None:
-    module = Model()
-    with (
-        wrapped(module, **FIRST) as wrapper,
-        ubatch.set_forward_context(ForwardContext(ubatch_slices=ubatch.split_fixed(6, 1))),
-    ):
-        x = x_of()
-        torch.testing.assert_close(wrapper(x), module(x))
-        assert seen(wrapper) == (1, 0, {})
 
 
 def test_what_changes_the_module_is_proved_anew() -> None:

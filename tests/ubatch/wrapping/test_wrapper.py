@@ -206,25 +206,6 @@ def test_what_is_no_module_mode_or_device_is_refused(model: Model) -> None:
     UBatchWrapper(model, cudagraph_mode="none", device="cpu")(x_of(1))  # type: ignore[arg-type]
 
 
-def test_an_error_of_the_module_is_the_callers_and_the_next_call_works() -> None:
-    error = ValueError("odd")
-
-    def forward(x: Tensor) -> Tensor:
-        if len(x) % 2:
-            raise error
-        return x * 1
-
-    with wrapped(Plain(forward)) as wrapper:
-        for rows in (1, 5):
-            with pytest.raises(ValueError, match="odd") as caught:
-                wrapper(x_of(rows))
-            assert caught.value is error
-        assert error.__notes__ == ["raised in lane 1 of 2, last point 'user', 1 points passed"]
-        wrapper(x_of(4))
-        seen = wrapper.statistics()
-        assert (seen.calls, seen.engaged, sum(seen.declined.values())) == (3, 1, 1)
-
-
 # --------------------------------------------------------------------------------------------- it is the module itself
 
 
@@ -338,14 +319,6 @@ def test_errors_can_be_pickled() -> None:
     for error in errors:
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
-
-
-def test_the_module_may_move_between_calls(model: Model, wrapper: UBatchWrapper) -> None:
-    x = x_of()
-    assert wrapper(x).dtype == torch.float32
-    model.double()
-    assert wrapper(x.double()).dtype == torch.float64
-    assert len(lane_threads()) == 2, "the same lanes"
 
 
 def test_hang_checks_can_be_suspended(model: Model) -> None:

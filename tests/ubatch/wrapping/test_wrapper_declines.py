@@ -116,11 +116,9 @@ SEQUENCES = x_of(6, 3, 4)
 DECLINES: dict[DeclineReason, list[Case]] = {
     DeclineReason.DISABLED: [case(Model, x_of(), enable_dbo=False)],
     DeclineReason.SERIAL_SCHEDULE: [case(Model, x_of(), schedule="serial")],
-    DeclineReason.NOT_REQUESTED: [case(Model, x_of(), context=ForwardContext(attn_metadata="plan", num_tokens=6))],
     DeclineReason.BELOW_DECODE_THRESHOLD: [function(lambda input_ids: input_ids * 1, ids(1, 1))],
     DeclineReason.BELOW_PREFILL_THRESHOLD: [case(Model, x_of(), dbo_prefill_token_threshold=7)],
     DeclineReason.LAST_UBATCH_EMPTY: [function(lambda tokens: tokens * 1, ids(3, 9), num_ubatches=4)],
-    DeclineReason.NO_BATCH: [function(lambda n=3: torch.ones(n))],
     DeclineReason.AMBIGUOUS_ARGUMENT: [
         function(lambda x, table: x + table, x_of(), x_of(1), verify="off"),
         function(lambda x: x * 1, x_of(), split_dims={"x": 4}),
@@ -138,6 +136,19 @@ DECLINES: dict[DeclineReason, list[Case]] = {
         case(lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), x_of()),
         case(lambda: nn.Sequential(nn.BatchNorm1d(4)).eval().append(nn.BatchNorm1d(4)), x_of()),
     ],
+    DeclineReason.SEQUENCE_FIRST: [
+        case(lambda: nn.LSTM(4, 4), SEQUENCES),
+        case(lambda: nn.TransformerEncoderLayer(4, 2, 8).eval(), SEQUENCES),
+        case(lambda: encoder(), SEQUENCES),
+        case(lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 1).eval(), *[SEQUENCES] * 2),
+        case(lambda: nn.MultiheadAttention(4, 2).eval(), *[SEQUENCES] * 3),
+    ],
+    DeclineReason.JIT_MODULE: [case(scripted, x_of())],
+    DeclineReason.TENSOR_LAYOUT: [function(lambda x: x.to_dense() * 1, x_of().to_sparse())],
+}
+NEVER_ASKED_FOR: dict[DeclineReason, list[Case]] = {
+    DeclineReason.NOT_REQUESTED: [case(Model, x_of(), context=ForwardContext(attn_metadata="plan", num_tokens=6))],
+    DeclineReason.NO_BATCH: [function(lambda n=3: torch.ones(n))],
     DeclineReason.ROWS_DEPEND: [
         function(lambda x: x.softmax(0), x_of()),
         function(lambda x: x.cumsum(0), x_of()),
@@ -155,16 +166,9 @@ DECLINES: dict[DeclineReason, list[Case]] = {
     DeclineReason.ARGUMENTS_CHANGED: [function(adding, x_of(), {})],
     DeclineReason.LANE_FAILED: [function(lambda x: x.reshape(6, 4) * 1, x_of())],
     DeclineReason.CANNOT_PROVE: [function(lambda x, thing: x * 1, x_of(), not_copied(), split_dims={"thing": None})],
-    DeclineReason.SEQUENCE_FIRST: [
-        case(lambda: nn.LSTM(4, 4), SEQUENCES),
-        case(lambda: nn.TransformerEncoderLayer(4, 2, 8).eval(), SEQUENCES),
-        case(lambda: encoder(), SEQUENCES),
-        case(lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 1).eval(), *[SEQUENCES] * 2),
-        case(lambda: nn.MultiheadAttention(4, 2).eval(), *[SEQUENCES] * 3),
-    ],
-    DeclineReason.JIT_MODULE: [case(scripted, x_of())],
-    DeclineReason.TENSOR_LAYOUT: [function(lambda x: x.to_dense() * 1, x_of().to_sparse())],
 }
+"""What slices say is not proved, so nobody knows."""
+
 ELSEWHERE = {
     "test_group.py, between ranks": {
         DeclineReason.ALL_IDLE,
@@ -183,17 +187,6 @@ ELSEWHERE = {
     "test_wrapper.py": {DeclineReason.CONCURRENT_CALL},
 }
 """Reasons that other files show."""
-NEVER_ASKED_FOR = {
-    DeclineReason.NOT_REQUESTED,
-    DeclineReason.NO_BATCH,
-    DeclineReason.ROWS_DEPEND,
-    DeclineReason.MODULE_KEEPS_STATE,
-    DeclineReason.DRAWS_RANDOM,
-    DeclineReason.ARGUMENTS_CHANGED,
-    DeclineReason.LANE_FAILED,
-    DeclineReason.CANNOT_PROVE,
-}
-"""What slices say is not proved, so nobody knows."""
 
 
 def seed(number: int) -> None:
@@ -203,13 +196,17 @@ def seed(number: int) -> None:
 
 
 def test_every_reason_is_seen_here_or_elsewhere() -> None:
-    shown = Counter(itertools.chain(DECLINES, *ELSEWHERE.values()))
+    shown = Counter(itertools.chain(DECLINES, NEVER_ASKED_FOR, *ELSEWHERE.values()))
     assert shown == Counter(DeclineReason)
 
 
 @pytest.mark.parametrize(
     ("reason", "case"),
-    [pytest.param(why, case, id=f"{why}-{n}") for why, cases in DECLINES.items() for n, case in enumerate(cases)],
+    [
+        pytest.param(why, case, id=f"{why}-{n}")
+        for why, cases in {**DECLINES, **NEVER_ASKED_FOR}.items()
+        for n, case in enumerate(cases)
+    ],
 )
 def test_a_call_that_declines_is_right_and_counted(reason: DeclineReason, case: Case) -> None:
     make, settings, args, context = case
@@ -347,7 +344,7 @@ def test_a_request_in_two_slices_is_refused_for_batched_arguments() -> None:
         wrapper(torch.zeros(3, 4, dtype=torch.long))
 
 
-@pytest.mark.parametrize("reason", [reason for reason in DECLINES if reason not in NEVER_ASKED_FOR])
+@pytest.mark.parametrize("reason", DECLINES)
 def test_what_would_decline_is_refused_by_name_when_asked_for(reason: DeclineReason) -> None:
     """But for the thresholds, which the caller has overruled, and for what only a proof finds out."""
     for make, settings, args, _ in DECLINES[reason]:
