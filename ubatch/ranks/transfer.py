@@ -197,8 +197,8 @@ class Transfer(Generic[T]):
                 self._connection.wait_for_works(self._works, self.name, check)
             else:
                 limit_s = None if self._stream_ordered else transfer_limit_s()
-                for work in self._works:
-                    _wait(work, self.name, limit_s)
+                for each in self._works:
+                    _wait(each, self.name, limit_s)
             if self._deadline > start:
                 self._wait_for_link(lane)
             arrived = self._deadline or time.monotonic()

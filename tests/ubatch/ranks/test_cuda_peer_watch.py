@@ -115,8 +115,7 @@ def _dispatches(rank: int, ranks: int) -> None:
     with deep_ep_standin.installed(), torch.inference_mode():
         group = CommGroup.from_process_group(timeout_s=1.0)
         group.usable_connection().watch(beat_s=0.05)
-        layer = layer_of()
-        model = Stack([layer], transport("deepep_high_throughput", group))
+        model = Stack([layer_of()], transport("deepep_high_throughput", group))
         config = UBatchConfig(verify="off", group=group, dbo_prefill_token_threshold=4, timeout_s=1.0)
         wrapper = UBatchWrapper(model, config)
         with mock.patch.object(deep_ep_standin.Buffer, "dispatch", slow):

@@ -119,8 +119,7 @@ def required(rank: int, world_size: int) -> list[str]:
     """`require_overlap` allows a proving call, and refuses one whose proof has failed on any rank."""
     group = CommGroup.from_process_group(timeout_s=20.0)
     config = UBatchConfig(group=group, dbo_prefill_token_threshold=2, require_overlap=True)
-    model = Summing(group)
-    wrapper = UBatchWrapper(model, config)
+    wrapper = UBatchWrapper(Summing(group), config)
     x = torch.randn(6, 3)
     with torch.inference_mode():
         wrapper(x)
