@@ -11,6 +11,4 @@ closeness    whether two results are equal except for rounding
 
 from ubatch.calls.call_plan import Call
 
-__all__ = [
-    "Call",
-]
+__all__ = ["Call"]

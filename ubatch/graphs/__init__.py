@@ -10,8 +10,4 @@ from ubatch.graphs.capture import record
 from ubatch.graphs.inputs_outputs import GraphOutput
 from ubatch.graphs.table import PLAIN
 
-__all__ = [
-    "PLAIN",
-    "GraphOutput",
-    "record",
-]
+__all__ = ["PLAIN", "GraphOutput", "record"]

@@ -93,12 +93,12 @@ class CudaGraphs:
                 capture.close()
 
     def start_over(self) -> None:
-        """Use a new pool and stream for later captures; existing graphs keep theirs."""
+        """Use a new pool and stream for later captures; existing graphs keep theirs.
+
+        One small kernel is captured and forgotten: then random numbers can be drawn outside graphs again.
+        """
         self._pool = None
         self._capture_stream = torch.cuda.Stream(self._device)
-
-    def _end_captures(self) -> None:
-        """Capture one small kernel and forget it: then random numbers can be drawn outside graphs again."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._capture_stream):
@@ -178,7 +178,6 @@ class _CudaCapture:
                 _log.debug("the allocator knows of no capture: %s", unknown)
             _broken.append(self._graph)
             self._graphs.start_over()
-            self._graphs._end_captures()
         else:
             self._graph.reset()
         self._graphs.count(0)

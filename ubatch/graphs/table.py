@@ -379,8 +379,7 @@ def wants_gradients(model: nn.Module, call: CallLeaves) -> bool:
     """Whether a call's output may need gradients."""
     if not torch.is_grad_enabled():
         return False
-    tensors = itertools.chain(call.tensors.values(), model.parameters())
-    return any(tensor.requires_grad for tensor in tensors)
+    return any(tensor.requires_grad for tensor in itertools.chain(call.tensors.values(), model.parameters()))
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:

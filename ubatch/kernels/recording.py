@@ -87,7 +87,7 @@ class Recording(TorchDispatchMode):
         this_thread.recording = self
         lane = current_lane()
         if lane is not None:
-            lane.at_point = self._note_point
+            lane.at_point = lambda point, layer: self.note(dbo_yield, (point, layer))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -130,9 +130,6 @@ class Recording(TorchDispatchMode):
         """Add a call."""
         if self.refused is None:
             self.calls.append(Call(function, arguments))
-
-    def _note_point(self, point: str, layer: str) -> None:
-        self.note(dbo_yield, (point, layer))
 
     def live(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """The result of `function(*inputs)`, which is not recorded: every repetition calls it again, on what its inputs

@@ -18,11 +18,4 @@ from ubatch.process.files import write_whole
 from ubatch.process.heartbeat import Heart, beat, stop_hearts
 from ubatch.process.yaml_file import read_yaml
 
-__all__ = [
-    "Heart",
-    "beat",
-    "num_cores",
-    "read_yaml",
-    "stop_hearts",
-    "write_whole",
-]
+__all__ = ["Heart", "beat", "num_cores", "read_yaml", "stop_hearts", "write_whole"]

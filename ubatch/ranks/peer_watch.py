@@ -57,13 +57,7 @@ class PeerWatch(SignOfLife):
     """
 
     def __init__(
-        self,
-        rank: int,
-        ranks: Sequence[int],
-        store: JobStore,
-        patience_s: float,
-        watched: Watched,
-        beat_s: float,
+        self, rank: int, ranks: Sequence[int], store: JobStore, patience_s: float, watched: Watched, beat_s: float
     ) -> None:
         super().__init__(beat_s)
         self._own, self._silence, self._store = f"beat/{rank}", f"silence/{rank}", store

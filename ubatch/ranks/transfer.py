@@ -196,7 +196,9 @@ class Transfer(Generic[T]):
                 check = None if lane is None else functools.partial(self._look_up, lane)
                 self._connection.wait_for_works(self._works, self.name, check)
             else:
-                self._wait_without_peers()
+                limit_s = None if self._stream_ordered else transfer_limit_s()
+                for each in self._works:
+                    _wait(each, self.name, limit_s)
             if self._deadline > start:
                 self._wait_for_link(lane)
             arrived = self._deadline or time.monotonic()
@@ -230,11 +232,6 @@ class Transfer(Generic[T]):
         if not self._works or self._stream_ordered or (lane is not None and lane.baton.in_trouble):
             return False
         return not self.done()
-
-    def _wait_without_peers(self) -> None:
-        limit_s = None if self._stream_ordered else transfer_limit_s()
-        for work in self._works:
-            _wait(work, self.name, limit_s)
 
     def _wait_for_link(self, lane: UBatchContext | None) -> None:
         """Wait until the emulated link has delivered."""

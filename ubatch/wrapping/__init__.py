@@ -13,6 +13,4 @@ statistics    a wrapper's counters
 
 from ubatch.wrapping.step import DecidedStep
 
-__all__ = [
-    "DecidedStep",
-]
+__all__ = ["DecidedStep"]

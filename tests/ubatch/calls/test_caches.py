@@ -28,12 +28,6 @@ BOUNDS = [slice(0, 3), slice(3, 5)]
 SINGLES = [slice(row, row + 1) for row in range(ROWS)]
 
 
-def splitter(cache: Any) -> Any:
-    found = splitter_for(cache)
-    assert found is not None
-    return found
-
-
 def filled(case: str, steps: int) -> Any:
     """The case's cache after a number of steps on the whole batch."""
     model, make = model_of(CASES[case][0]), CASES[case][1]
@@ -68,10 +62,10 @@ def test_a_step_on_the_parts_is_a_step_on_the_whole(case: str, bounds: Sequence[
     for ids in prompts(length=sum(CHUNKS)).split(CHUNKS, 1):
         held_before, plain_before, made_of = held(ours), held(plain), objects(ours)
         contents = copy.deepcopy(held_before)
-        parts = splitter(ours).split(ours, bounds)
+        parts = splitter_for(ours).split(ours, bounds)
         results = [call(model, ids, rows, part) for rows, part in zip(bounds, parts, strict=True)]
         assert_held(held(ours), contents)
-        assert splitter(ours).merge(parts, ours) is ours
+        assert splitter_for(ours).merge(parts, ours) is ours
         expected = call(model, ids, slice(None), plain)
         torch.testing.assert_close(torch.cat(results), expected, rtol=1e-4, atol=1e-4)
         after, plain_after = held(ours), held(plain)
@@ -92,9 +86,9 @@ def test_split_and_merge_change_nothing(case: str, steps: int) -> None:
     cache = filled(case, steps)
     before, contents = held(cache), copy.deepcopy(held(cache))
     for bounds in (BOUNDS, SINGLES, [slice(0, 0), slice(0, 5)], [slice(0, 5), slice(5, 5)]):
-        assert splitter(cache).merge(splitter(cache).split(cache, bounds), cache) is cache
+        assert splitter_for(cache).merge(splitter_for(cache).split(cache, bounds), cache) is cache
         assert_held(held(cache), contents)
-        new = splitter(cache).merge(splitter(cache).split(cache, bounds), None)
+        new = splitter_for(cache).merge(splitter_for(cache).split(cache, bounds), None)
         assert_held(held(new), contents)
     assert not (memory(new) & memory(cache))
     for path, was in before.items():
@@ -110,8 +104,8 @@ def test_rows_in_any_order_and_number(case: str, steps: int) -> None:
     cache = filled(case, steps)
     contents = copy.deepcopy(held(cache))
     order = [4, 0, 0, 2, 1, 4, 3]
-    rows = [copy.deepcopy(part) for part in splitter(cache).split(cache, SINGLES)]
-    made = splitter(cache).merge([rows[row] for row in order], None)
+    rows = [copy.deepcopy(part) for part in splitter_for(cache).split(cache, SINGLES)]
+    made = splitter_for(cache).merge([rows[row] for row in order], None)
     assert not memory(made) & (memory(cache) | {address for row in rows for address in memory(row)})
     assert_held(held(cache), contents)
     for path, value in held(made).items():
@@ -138,12 +132,12 @@ def test_rows_in_any_order_and_number(case: str, steps: int) -> None:
 @torch.no_grad()
 def test_an_idle_rank_has_a_cache_without_rows(case: str) -> None:
     whole = filled(case, 1)
-    _, idle = splitter(whole).split(whole, [slice(0, ROWS), slice(ROWS, ROWS)])
+    _, idle = splitter_for(whole).split(whole, [slice(0, ROWS), slice(ROWS, ROWS)])
     idle = copy.deepcopy(idle)
     contents = copy.deepcopy(held(idle))
-    parts = splitter(idle).split(idle, [slice(0, 0), slice(0, 0)])
-    assert_held(held(splitter(idle).merge(parts, idle)), contents)
-    assert_held(held(splitter(idle).merge(parts, None)), contents)
+    parts = splitter_for(idle).split(idle, [slice(0, 0), slice(0, 0)])
+    assert_held(held(splitter_for(idle).merge(parts, idle)), contents)
+    assert_held(held(splitter_for(idle).merge(parts, None)), contents)
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
@@ -190,7 +184,7 @@ REFUSED = {
 def test_what_is_not_known_is_refused_by_name(why: str) -> None:
     cache = REFUSED[why]()
     with pytest.raises(SplitError, match=why) as refused:
-        splitter(cache).split(cache, BOUNDS)
+        splitter_for(cache).split(cache, BOUNDS)
     assert "register_splitter" in str(refused.value)
 
 
@@ -214,19 +208,19 @@ def test_it_is_refused_before_anything_ran() -> None:
 def test_a_cache_of_another_batch_is_refused(case: str) -> None:
     cache = filled(case, 1)
     with pytest.raises(SplitError, match="holds 5 sequences, but the call has 4 rows"):
-        splitter(cache).split(cache, [slice(0, 2), slice(2, 4)])
+        splitter_for(cache).split(cache, [slice(0, 2), slice(2, 4)])
 
 
 @torch.no_grad()
 def test_numbers_beside_the_layers_go_along_and_come_back() -> None:
     cache = OwnCache({"seen": [1, None, "a"], "more": ()})
-    parts = splitter(cache).split(cache, BOUNDS)
+    parts = splitter_for(cache).split(cache, BOUNDS)
     for part in parts:
         part.beside["seen"][0] = 2
         part.beside["new"] = torch.float32
     assert cache.beside == {"seen": [1, None, "a"], "more": ()}
     kept = cache.beside, cache.beside["seen"]
-    splitter(cache).merge(parts, cache)
+    splitter_for(cache).merge(parts, cache)
     assert cache.beside == {"seen": [2, None, "a"], "more": (), "new": torch.float32}
     assert cache.beside is kept[0]
     assert cache.beside["seen"] is kept[1]
@@ -237,13 +231,13 @@ def test_a_cache_without_layers() -> None:
     cache, plain = ReformerDynamicCache(), ReformerDynamicCache()
     states, buckets = torch.randn(ROWS, 3, 8), torch.randint(9, (ROWS, 2, 6))
     for _ in range(2):
-        parts = splitter(cache).split(cache, BOUNDS)
+        parts = splitter_for(cache).split(cache, BOUNDS)
         for part, rows in zip(parts, BOUNDS, strict=True):
             part.update(buckets[rows], states[rows], 0)
             part.update(None, states[rows], 1)
         plain.update(buckets, states, 0)
         plain.update(None, states, 1)
-        assert_held(held(splitter(cache).merge(parts, cache)), held(plain))
+        assert_held(held(splitter_for(cache).merge(parts, cache)), held(plain))
 
 
 SPOIL: dict[str, Callable[[Any], object]] = {
@@ -260,10 +254,10 @@ SPOIL: dict[str, Callable[[Any], object]] = {
 def test_lanes_that_disagree_leave_the_cache_as_it_was(spoil: str) -> None:
     cache = filled("jamba", 2)
     contents = copy.deepcopy(held(cache))
-    parts = splitter(cache).split(cache, BOUNDS)
+    parts = splitter_for(cache).split(cache, BOUNDS)
     for lane, rows in enumerate(BOUNDS):
         call(model_of("jamba"), prompts(length=1), rows, parts[lane])
     SPOIL[spoil](parts[1])
     with pytest.raises(SplitError, match="lanes disagree on its layers"):
-        splitter(cache).merge(parts, cache)
+        splitter_for(cache).merge(parts, cache)
     assert_held(held(cache), contents)

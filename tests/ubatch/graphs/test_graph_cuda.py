@@ -139,12 +139,7 @@ def test_a_capture_in_order(cuda: Cuda) -> None:
     recording = captured(graphs)
     assert gc.isenabled()
     assert recording.nbytes == 100
-    assert cuda.logged() == [
-        "synchronize",
-        "empty_cache",
-        "begin on capture in pool 1, thread_local",
-        "end on capture",
-    ]
+    assert cuda.logged() == ["synchronize", "empty_cache", "begin on capture in pool 1, thread_local", "end on capture"]
     recording.take_turn()
     recording.replay()
     assert cuda.logged() == ["replay on user's"]

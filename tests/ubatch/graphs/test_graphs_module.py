@@ -11,7 +11,6 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs
 from graph_cases import WIDTH, Net, graphed
-from torch import nn
 
 from ubatch import CUDAGraphMode, UBatchConfig, UBatchWrapper
 
@@ -79,7 +78,6 @@ def test_new_addresses_and_new_code_drop_the_graphs(
             change(case.wrapper)
         assert caplog.messages == [f"{how}: 2 captured graphs are dropped. Capture again."]
         assert not case.wrapper.graphs
-        assert case.fake is not None
         assert case.fake.alive == 0
         x = case.x(4).to(next(case.wrapper.parameters()).dtype)
         expected = case.eager(x)
@@ -121,7 +119,6 @@ def test_a_wrapper_that_is_dropped_lets_go_of_its_graphs() -> None:
     wrapper = UBatchWrapper(Net().eval(), UBatchConfig(enable_dbo=False), CUDAGraphMode.FULL, graphs=fake)
     with torch.inference_mode():
         graph = wrapper.capture(torch.randn(4, WIDTH))
-    weights = [nn.Parameter.__name__, graph.nbytes]
-    assert weights[1] > 0
+    assert graph.nbytes > 0
     wrapper.drop_graphs()
     assert fake.alive == 0

@@ -9,18 +9,9 @@ import torch
 from fake_graphs import FakeGraphs
 from torch import Tensor, nn
 
+import ubatch
 from ranks import run_ranks
-from ubatch import (
-    CommGroup,
-    ConfigError,
-    ForwardContext,
-    ForwardMode,
-    UBatchConfig,
-    UBatchWrapper,
-    all_gather,
-    get_forward_context,
-    set_forward_context,
-)
+from ubatch import CommGroup, ForwardContext, ForwardMode, UBatchConfig, UBatchWrapper, all_gather, set_forward_context
 
 pytestmark = pytest.mark.ranks
 
@@ -34,10 +25,7 @@ class AtThePeer(nn.Module):
         self.weight = nn.Parameter(torch.tensor(group.rank + 2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        context = get_forward_context()
-        assert context is not None
-        assert context.tokens_across_ranks is not None
-        most = max(context.tokens_across_ranks)
+        most = max(ubatch.get_forward_context().tokens_across_ranks)
         there = all_gather(torch.cat([x, x.new_zeros(most - len(x), x.shape[1])]), self.group)
         peer = slice((1 - self.group.rank) * most, (2 - self.group.rank) * most)
         back = all_gather(there[peer] * self.weight, self.group)
@@ -86,11 +74,9 @@ def replaying(rank: int, world_size: int) -> dict[str, Any]:
         other = UBatchWrapper(AtThePeer(group).eval(), own, "full", graphs=FakeGraphs())  # type: ignore[arg-type]
         try:
             other.capture_sizes(torch.zeros(8, 2))
-        except ConfigError as refused:
+        except ubatch.ConfigError as refused:
             seen["refused"] = str(refused)
     seen["threads"] = len(fake.replay_threads)
-    wrapper.close()
-    other.close()
     return seen
 
 

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -180,11 +181,8 @@ def test_all_are_compiled_before_one_is_timed(path: Path) -> None:
 
 def test_threads_tune_once(path: Path) -> None:
     timer = Process(path=path)
-    threads = [threading.Thread(target=timer.choose) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(timer.choose, ["k"] * 4))
     assert timer.timed == 2
 
 
@@ -247,9 +245,7 @@ def test_a_lane_that_tunes_is_not_taken_for_hung(path: Path) -> None:
 
     def tunes() -> Config:
         chosen = timer.tuner.choose("k", (SLOW, FAST), slowly, device=CPU)
-        lane = current_lane()
-        assert lane is not None
-        assert lane.waiting is None
+        assert current_lane().waiting is None
         return chosen
 
     pool = LanePool(2, CPU, 0.6)

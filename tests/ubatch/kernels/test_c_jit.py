@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import threading
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,19 +67,14 @@ def test_another_source_or_processor_is_another_kernel(cache: Path, monkeypatch:
 
 @needs_c
 def test_two_that_start_together(cache: Path) -> None:
-    answers = []
     path = c_jit._folder() / "both.so"
 
-    def build() -> None:
+    def build(_: int) -> int:
         c_jit._compile(SOURCE, c_jit._compiler(), c_jit._FLAGS, path)
-        answers.append(ctypes.CDLL(str(path)).answer())
+        return ctypes.CDLL(str(path)).answer()
 
-    threads = [threading.Thread(target=build) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [42] * 4
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(build, range(4))) == [42] * 4
     assert sorted(each.name for each in cache.iterdir()) == ["both.sha256", "both.so"]
     assert c_jit._is_whole(path)
 
@@ -135,10 +131,7 @@ def test_without_a_compiler_there_is_a_reason(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=reason):
         compile_c(SOURCE)
-    why = c_jit.why_not_c()
-    assert why is not None
-    with pytest.raises(ConfigError, match=reason):
-        raise ConfigError(why)
+    assert re.search(reason, c_jit.why_not_c())
 
 
 @needs_c
@@ -237,9 +230,7 @@ def test_a_kernel_that_cannot_be_loaded_is_not_kept(cache: Path, monkeypatch: py
 @needs_c
 def test_another_openmp_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_jit, "_PROBE", "int ubatch_threads(void) { return 1234; }\n")
-    why = c_jit.why_not_c()
-    assert why is not None
-    assert "has 1234 threads" in why
+    assert "has 1234 threads" in c_jit.why_not_c()
 
 
 @needs_c

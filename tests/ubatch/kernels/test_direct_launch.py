@@ -77,9 +77,7 @@ def kernel_of(types: Sequence[Any], *, described: Sequence[Any] = (), ctas: int 
 
 
 def launch_of(*types: Any, **kernel: Any) -> direct_launch.Launch:
-    made = direct_launch.direct_launch(kernel_of(types, **kernel))
-    assert made is not None
-    return made
+    return direct_launch.direct_launch(kernel_of(types, **kernel))
 
 
 def test_the_driver_gets_the_grid_and_the_parameters(driver: Driver) -> None:

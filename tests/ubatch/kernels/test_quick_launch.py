@@ -181,31 +181,20 @@ def test_what_is_compiled_for_a_debugger_is_not_kept(recorder: Recorder, monkeyp
     assert not recorder.launch(*given)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"x": {}},
-        {"other": 5},
-        {"num_ctas": 2},
-        {"N": None},
-        {"grid": [2, 3]},
-        {"grid": lambda _: (2, 3)},
-        {"grid": (2, 3, 1, 1)},
-        {"size": 2**64},
-        {"size": -(2**63) - 1},
-    ],
-    ids=[
-        "a dictionary",
-        "another name",
-        "an option",
-        "too few",
-        "a list",
-        "a function",
-        "four sides",
-        "65 bits",
-        "-64 bits",
-    ],
-)
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "a dictionary": {"x": {}},
+    "another name": {"other": 5},
+    "an option": {"num_ctas": 2},
+    "too few": {"N": None},
+    "a list": {"grid": [2, 3]},
+    "a function": {"grid": lambda _: (2, 3)},
+    "four sides": {"grid": (2, 3, 1, 1)},
+    "65 bits": {"size": 2**64},
+    "-64 bits": {"size": -(2**63) - 1},
+}
+
+
+@pytest.mark.parametrize("given", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_it_does_not_know_is_for_triton(recorder: Recorder, given: dict[str, Any]) -> None:
     """Which refuses it, or launches it as always."""
     known = {"x": MEMORY, "scales": None, "size": 32, "most": 5, "factor": 0.5, "N": 4}

@@ -13,6 +13,8 @@ import torch
 from lanes import lane_pool, run, walker
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from wrapper_cases import Model
 from wrapping import wrapped
 
@@ -204,6 +206,7 @@ FLAGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], A
         lambda: torch.autograd.grad_mode._force_original_view_tracking(True),
         lambda: torch._C._is_view_replay_enabled(),
     ),
+    "implicit replication": (implicit_replication, lambda: DTensor._op_dispatcher._allow_implicit_replication),
     "forbidden hooks": (
         lambda: disable_saved_tensors_hooks("not here"),
         lambda: torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
@@ -221,20 +224,6 @@ def test_lanes_see_the_flags_of_the_caller(pool: LanePool, name: str) -> None:
         assert inside != outside
         assert run(pool, *[look] * LANES) == [inside] * LANES
     assert run(pool, *[look] * LANES) == [outside] * LANES
-
-
-def test_dtensors_see_the_flag_of_the_caller(pool: LanePool) -> None:
-    experimental = pytest.importorskip(
-        "torch.distributed.tensor.experimental", reason="this torch was built without distributed tensors"
-    )
-    from torch.distributed.tensor import DTensor
-
-    def look() -> bool:
-        return bool(DTensor._op_dispatcher._allow_implicit_replication)
-
-    with experimental.implicit_replication():
-        assert run(pool, *[look] * LANES) == [True] * LANES
-    assert run(pool, *[look] * LANES) == [False] * LANES
 
 
 # --------------------------------------------------------------------------------------------------------- contextvars
@@ -282,9 +271,7 @@ def gradients(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     model.zero_grad()
     (module(x) ** 2).sum().backward()
-    found = [each.grad for each in (x, *model.parameters())]
-    assert all(grad is not None for grad in found)
-    return [grad.clone() for grad in found if grad is not None]
+    return [each.grad.clone() for each in (x, *model.parameters())]
 
 
 @pytest.mark.parametrize("rows", [3, 8])

@@ -46,18 +46,11 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
 # ------------------------------------------------------------------------------------------------------------ wake-ups
 
 
-def test_a_set_before_the_wait_is_not_lost(kind: type[WakeUp]) -> None:
-    wakeup = kind()
-    wakeup.set()
-    wakeup.wait()
-    assert not wakeup.wait_for(0.0)
-
-
-def test_several_sets_count_as_one(kind: type[WakeUp]) -> None:
+def test_several_sets_before_the_wait_are_one(kind: type[WakeUp]) -> None:
     wakeup = kind()
     for _ in range(3):
         wakeup.set()
-    assert wakeup.wait_for(1.0)
+    wakeup.wait()
     assert not wakeup.wait_for(0.01)
 
 
@@ -146,15 +139,6 @@ def test_exactly_one_lane_runs(kind: type[WakeUp]) -> None:
     with lane_pool(4) as pool:
         run(pool, *[body] * 4)
     assert not together
-
-
-def test_handoffs_are_counted() -> None:
-    with lane_pool() as pool:
-        run(pool, walker("abc"), walker("abc"))
-        # Three points of either lane, and the end of lane 0; lane 1's end hands on to nobody.
-        assert pool.counts.handoffs == 7
-        run(pool, walker(""), walker(""))
-        assert pool.counts.handoffs == 8
 
 
 # ------------------------------------------------------------------------------------------------------ the invariant
@@ -257,13 +241,6 @@ def test_contexts_in_own_threads_fail_together() -> None:
     threads.run(goes_on, fails, goes_on)
     assert [index for index, _ in threads.errors] == [1, 2, 0], "the failed lane first, then the others in ring order"
     assert [type(error) for _, error in threads.errors] == [ValueError, LaneAborted, LaneAborted]
-
-
-def test_contexts_can_be_used_for_several_steps() -> None:
-    threads = OwnThreads(2)
-    for _ in range(3):
-        threads.run(walker("ab"), walker("abc"))
-    assert not threads.errors
 
 
 def test_a_context_cannot_be_entered_inside_a_lane() -> None:

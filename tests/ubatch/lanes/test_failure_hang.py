@@ -17,6 +17,7 @@ import pytest
 import torch
 from failure_cases import endless, one_of, usable
 from lanes import FakeWork, FinishedWork, lane_pool, lane_threads, no_lane_threads_within, run, walker, within
+from peer_failure_cases import promptly
 from torch import Tensor
 from wrapping import Plain, proved, rows
 
@@ -53,12 +54,8 @@ class Hanging:
             raise
 
 
-@contextmanager
-def soon() -> Iterator[None]:
-    """The block ends without a wait for a lane that hangs, which would take twice as long."""
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < 15.0
+SOON_S = 15.0
+"""A wait for a lane that hangs would take twice as long."""
 
 
 @contextmanager
@@ -78,7 +75,7 @@ def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: 
     with lane_pool(lanes, timeout_s=0.4) as pool:
         assert usable(pool), "its threads have started"
         with hanging() as hung:
-            with soon(), pytest.raises(UBatchTimeout) as caught:
+            with promptly(SOON_S), pytest.raises(UBatchTimeout) as caught:
                 run(pool, *one_of(lanes, which, hung.body))
             message = str(caught.value)
             assert f"lane {which} held the baton for" in message
@@ -204,7 +201,7 @@ def test_a_transfer_that_nobody_ends_is_a_hang(which: int, settings: dict[str, A
     """It belongs to no connection, or its work takes no regard of the connection's time-out."""
     with lane_pool(timeout_s=0.5) as pool, endless_work(regards_timeout=False) as work:
         assert usable(pool)
-        with soon(), pytest.raises(UBatchTimeout) as caught:
+        with promptly(SOON_S), pytest.raises(UBatchTimeout) as caught:
             run(pool, *one_of(2, which, waits_for(work, **settings)))
         assert f"lane {which} held the baton for" in str(caught.value)
         assert "last point 'before', 1 points passed, waiting for 'slow link'" in str(caught.value)
@@ -305,7 +302,7 @@ def test_ctrl_c_while_lanes_run() -> None:
         for _ in range(2):
             aborted.clear()
             all_run.clear()
-            with soon(), interrupt_when(all_run):
+            with promptly(SOON_S), interrupt_when(all_run):
                 run(pool, body, body, body)
             assert len(aborted) == 3
             assert usable(pool)
@@ -317,7 +314,7 @@ def test_ctrl_c_while_a_lane_hangs(which: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(workers, "UNWIND_S", 0.2)
     with lane_pool(3) as pool:
         with hanging() as hung:
-            with soon(), interrupt_when(hung.hangs):
+            with promptly(SOON_S), interrupt_when(hung.hangs):
                 run(pool, *one_of(3, which, hung.body))
             assert usable(pool)
             assert within(5, lambda: len(lane_threads()) == 3 + 1), "those parked behind the hung lane have ended"
@@ -337,7 +334,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_lanes(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(workers.LanePool, "_unwind", tells)
     monkeypatch.setattr(workers, "UNWIND_S", 30.0)
     with lane_pool(timeout_s=30.0) as pool, hanging() as hung:
-        with soon(), interrupt_when(hung.hangs, unwinding):
+        with promptly(SOON_S), interrupt_when(hung.hangs, unwinding):
             run(pool, hung.body, endless)
         assert usable(pool)
     assert no_lane_threads_within(5)

@@ -197,7 +197,6 @@ def test_signals_at_any_time(mode: str, make: Callable[[str], Case]) -> None:
     case.call()
     case.check()
     chance, main = random.Random(0), threading.main_thread().ident
-    assert main is not None
     came = 0
     for _ in range(40):
         pressed, armed = threading.Event(), threading.Event()

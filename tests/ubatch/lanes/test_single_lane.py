@@ -11,25 +11,8 @@ import torch
 from fake_cuda import FakeCuda
 from lanes import FinishedWork
 
-from ubatch import (
-    ConfigError,
-    ForwardContext,
-    Recv,
-    Schedule,
-    Transfer,
-    UBatchError,
-    current_schedule,
-    current_sm_budget,
-    dbo_current_ubatch_id,
-    dbo_register_recv_hook,
-    dbo_yield,
-    get_forward_context,
-    get_schedule,
-    on_comm_stream,
-    report_sm_use,
-    set_forward_context,
-    tracing,
-)
+import ubatch
+from ubatch import ConfigError, Recv, Schedule, dbo_register_recv_hook, dbo_yield, get_schedule, report_sm_use
 from ubatch.lanes.context import current_lane
 from ubatch.lanes.single_lane import SingleLane
 
@@ -46,16 +29,20 @@ def lane() -> Iterator[SingleLane]:
 
 def test_it_is_lane_0_of_1_in_this_thread(lane: SingleLane) -> None:
     def body() -> tuple[Any, ...]:
-        return threading.get_ident(), dbo_current_ubatch_id(), current_schedule(), get_forward_context()
+        return (
+            threading.get_ident(),
+            ubatch.dbo_current_ubatch_id(),
+            ubatch.current_schedule(),
+            ubatch.get_forward_context(),
+        )
 
-    context = ForwardContext(num_tokens=7)
-    with set_forward_context(ForwardContext(num_tokens=3)):
+    context = ubatch.ForwardContext(num_tokens=7)
+    with ubatch.set_forward_context(ubatch.ForwardContext(num_tokens=3)):
         assert lane.run([body], SINGLE, [context]) == [(threading.get_ident(), 0, SINGLE, context)]
-        outside = get_forward_context()
-    assert outside is not None
+        outside = ubatch.get_forward_context()
     assert outside.num_tokens == 3
     assert current_lane() is None
-    assert current_schedule().name == "serial"
+    assert ubatch.current_schedule().name == "serial"
     assert (lane.counts.steps, lane.counts.threads_started, lane.counts.handoffs) == (1, 0, 0)
 
 
@@ -70,7 +57,7 @@ def test_points_hand_on_to_nobody_and_run_hooks(lane: SingleLane, recv: Recv) ->
         log.append("after")
         dbo_register_recv_hook(lambda: log.append("received at the end"))
 
-    with tracing() as trace:
+    with ubatch.tracing() as trace:
         for _ in range(2):
             lane.run([body], Schedule("one", lanes=1, chunks=2, recv=recv), [None])
     assert log == ["beside", "received", "after", "received at the end"] * 2
@@ -93,7 +80,7 @@ def test_a_failure_is_the_callers_and_the_next_step_runs(lane: SingleLane) -> No
 
 
 def test_it_does_not_run_inside_a_lane_nor_for_several(lane: SingleLane) -> None:
-    with pytest.raises(UBatchError, match="entered from inside lane 0"):
+    with pytest.raises(ubatch.UBatchError, match="entered from inside lane 0"):
         lane.run([lambda: SingleLane(CPU).run([int], SINGLE, [None])], SINGLE, [None])
     with pytest.raises(ConfigError, match="one lane runs one batch"):
         lane.run([int, int], SINGLE, [None, None])
@@ -109,9 +96,9 @@ def test_transfers_have_the_communication_stream() -> None:
 
     def body(wait: bool) -> Any:
         y = torch.empty_like(x)
-        with on_comm_stream():
+        with ubatch.on_comm_stream():
             y.copy_(x)
-        transfer = Transfer("copy", (FinishedWork(),), lambda: y, stream_ordered=True, keep=(y,))
+        transfer = ubatch.Transfer("copy", (FinishedWork(),), lambda: y, stream_ordered=True, keep=(y,))
         if wait:
             return transfer.wait() * 2
         kept.append(y)
@@ -134,8 +121,7 @@ def test_a_batch_has_an_sm_budget_too() -> None:
     lane = SingleLane(CPU, FakeCuda(sms=132))
 
     def body() -> tuple[int, int]:
-        budget = current_sm_budget()
-        assert budget is not None
+        budget = ubatch.current_sm_budget()
         report_sm_use("gemm", obeys=True)
         report_sm_use("combine", obeys=False)
         return budget.comm, budget.compute

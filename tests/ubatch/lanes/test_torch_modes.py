@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -115,9 +115,7 @@ def test_what_they_cannot_take_over_is_named(around: str, name: str) -> None:
     surrounding, reason, what = BOUND[name]
     with FREE[around](), surrounding():
         no = why_not_in_lanes()
-    assert no is not None
-    assert no[0] is reason
-    assert what in no[1]
+    assert (no[0], what in no[1]) == (reason, True)
     assert why_not_in_lanes() is None
 
 
@@ -155,19 +153,13 @@ def test_a_function_that_is_transformed_or_recorded_stays_in_its_thread(name: st
     transform(looks)
     assert found
     for no in found:
-        assert no is not None
-        assert no[0] is reason
-        assert what in no[1]
+        assert (no[0], what in no[1]) == (reason, True)
     assert why_not_in_lanes() is None
 
 
 def test_another_threads_modes_are_nobody_elses() -> None:
-    with FlopCounterMode(display=False):
-        found: list[object] = []
-        thread = threading.Thread(target=lambda: found.append(why_not_in_lanes()))
-        thread.start()
-        thread.join()
-    assert found == [None]
+    with FlopCounterMode(display=False), ThreadPoolExecutor(1) as other:
+        assert other.submit(why_not_in_lanes).result() is None
 
 
 # ------------------------------------------------------------------------------------------- what lanes take over
@@ -345,8 +337,6 @@ def test_the_profiler_shows_the_operations_of_all_lanes_if_told_to(wrapper: UBat
     config = torch.profiler._ExperimentalConfig(profile_all_threads=switched)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as seen:
         wrapper(rows())
-    events = seen.events()
-    assert events is not None
-    products = [event for event in events if event.name == "aten::addmm"]
+    products = [event for event in seen.events() if event.name == "aten::addmm"]
     assert len(products) == (2 * LAYERS if switched else 0), "every layer in two lanes"
     assert len({event.thread for event in products}) == (2 if switched else 0)

@@ -16,17 +16,7 @@ import pytest
 import torch
 from children import exit_code, in_child
 from failure_cases import usable
-from lanes import (
-    CPU,
-    OwnThreads,
-    lane_pool,
-    lane_threads,
-    no_lane_threads_within,
-    open_files,
-    run,
-    walker,
-    within,
-)
+from lanes import CPU, OwnThreads, lane_pool, lane_threads, no_lane_threads_within, open_files, run, walker, within
 from repository import ROOT
 
 from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
@@ -43,11 +33,6 @@ forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 # -------------------------------------------------------------------------------------------------- from step to step
-
-
-def test_results_come_in_lane_order() -> None:
-    with lane_pool(3) as pool:
-        assert run(pool, walker("abc", "x"), walker("", "y"), walker("a", "z")) == ["x", "y", "z"]
 
 
 def test_workers_persist() -> None:
@@ -245,24 +230,6 @@ def test_a_forked_lane_that_runs_on_ends_its_process_and_leaves_the_parent_alone
         assert run(pool, walker("abc", 1), walker("abc", 2)) == [1, 2]
     assert len(children) == 3
     assert capfd.readouterr().err.count("ForkedLaneError: lane") == 3
-
-
-@forks
-def test_a_fork_inside_a_lane_of_own_threads() -> None:
-    codes: list[int] = []
-
-    def child() -> None:
-        with pytest.raises(ForkedLaneError):
-            dbo_yield()
-
-    def forking() -> None:
-        dbo_yield()
-        codes.append(exit_code(in_child(child)))
-        dbo_yield()
-
-    lanes = OwnThreads(2)
-    lanes.run(forking, walker("ab"))
-    assert (codes, lanes.errors) == ([0], [])
 
 
 @forks

@@ -79,13 +79,7 @@ def test_lanes_share_what_is_gathered(rank: int, group: CommGroup, lanes: int, s
     model, x = sharded(group), torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(rank))
     expected = layers(group)(x)
     torch.testing.assert_close(model(x), expected)
-    config = UBatchConfig(
-        group=group,
-        num_ubatches=lanes,
-        schedule=schedule,
-        dbo_prefill_token_threshold=lanes,
-        dbo_decode_token_threshold=lanes,
-    )
+    config = UBatchConfig(group=group, num_ubatches=lanes, schedule=schedule, dbo_prefill_token_threshold=lanes)
     wrapper = UBatchWrapper(model, config)
     torch.testing.assert_close(wrapper(x), expected)
     with pytest.MonkeyPatch.context() as monkeypatch, tracing() as trace:
@@ -104,7 +98,6 @@ def test_lanes_share_what_is_gathered(rank: int, group: CommGroup, lanes: int, s
     for _ in range(2):
         torch.testing.assert_close(wrapper(x), expected)
     assert is_freed(model)
-    wrapper.close()
 
 
 @on_ranks(2)
@@ -118,7 +111,6 @@ def test_gathering_over_ranks_that_did_not_vote_is_refused(rank: int, group: Com
     wrapper = UBatchWrapper(model, UBatchConfig(verify="off", dbo_prefill_token_threshold=2))
     with pytest.raises(UnvotedCollectiveError, match=r"gather of weights over ranks \[0, 1\] in lane 0"):
         wrapper(torch.ones(4, HIDDEN))
-    wrapper.close()
 
 
 def test_outside_of_the_block_torch_is_as_it_was() -> None:

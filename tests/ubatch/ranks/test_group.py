@@ -17,26 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ubatch
 from ranks import on_ranks, run_ranks
-from ubatch import (
-    CommGroup,
-    ConfigError,
-    DeclineReason,
-    ForwardContext,
-    ForwardMode,
-    Offer,
-    OverlapDeclined,
-    SplitError,
-    TransferTimeout,
-    UBatchConfig,
-    UBatchSlice,
-    UBatchWrapper,
-    Wish,
-    dbo_current_ubatch_id,
-    dbo_enabled,
-    fingerprint,
-    get_forward_context,
-    set_forward_context,
-)
+from ubatch import CommGroup, ConfigError, DeclineReason, Offer, SplitError, UBatchConfig, UBatchWrapper, Wish
 
 pytestmark = pytest.mark.ranks
 
@@ -51,7 +32,7 @@ class Experts(nn.Module):
         self.lanes_seen = lambda: seen  # a function is no state of the module
 
     def forward(self, x: Tensor) -> Tensor:
-        self.lanes_seen().add(dbo_current_ubatch_id() if dbo_enabled() else -1)
+        self.lanes_seen().add(ubatch.dbo_current_ubatch_id() if ubatch.dbo_enabled() else -1)
         self.check_context(x)
         for _ in range(self.layers):
             x = x + self.experts(x)
@@ -59,13 +40,11 @@ class Experts(nn.Module):
 
     def check_context(self, x: Tensor) -> None:
         """The forward context tells every rank's tokens in this lane, or in the whole call."""
-        context = get_forward_context()
-        assert context is not None
+        context = ubatch.get_forward_context()
         rows = ubatch.all_gather(torch.tensor([x.shape[0]]), self.group).tolist()
         assert context.tokens_across_ranks == tuple(rows)
         assert context.num_tokens == x.shape[0]
-        assert context.decision is not None
-        assert context.decision.engaged == dbo_enabled()
+        assert context.decision.engaged == ubatch.dbo_enabled()
 
     def experts(self, x: Tensor) -> Tensor:
         group = self.group
@@ -96,9 +75,8 @@ def test_ranks_with_different_batches_split_alike_and_are_right(
     rank: int, group: CommGroup, world_size: int, lanes: int
 ) -> None:
     module = Experts(group)
-    model = UBatchWrapper(
-        module, UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=6, group=group)
-    )
+    config = UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=6, group=group)
+    model = UBatchWrapper(module, config)
     generator = torch.Generator().manual_seed(rank)
     expected_engaged = 0
     with torch.inference_mode():
@@ -115,7 +93,6 @@ def test_ranks_with_different_batches_split_alike_and_are_right(
     assert statistics_.engaged == expected_engaged
     assert statistics_.engaged + sum(statistics_.declined.values()) == 60
     assert expected_engaged > 5, "an idle rank must not veto"
-    model.close()
     reasons = [DeclineReason.PEER_DECLINED, DeclineReason.BELOW_PREFILL_THRESHOLD]
     seen = ubatch.all_reduce(torch.tensor([statistics_.declined.get(reason, 0) for reason in reasons]), group)
     assert min(seen.tolist()) > 0
@@ -157,7 +134,6 @@ def test_every_reason_that_ranks_can_have_is_seen(rank: int, group: CommGroup) -
                 assert torch.equal(result, args[0] * 2)
         counted = model.statistics()
         assert sorted(counted.declined) + ["engaged"] * counted.engaged == [expected]
-        model.close()
 
     def on_rank_1(expected: str, *mine: Any, all_see_it: bool = False) -> None:
         """Rank 0 calls with what is usual, rank 1 with what is given."""
@@ -177,7 +153,9 @@ def test_every_reason_that_ranks_can_have_is_seen(rank: int, group: CommGroup) -
     on_rank_1(reason.MODES_DIFFER, config, ids(8, 1), all_see_it=True)
     on_rank_1(reason.AMBIGUOUS_ARGUMENT, config, ids(8), ids(8))
     on_rank_1(reason.NO_SPLITTER, config, ids(8), Opaque())
-    with set_forward_context(ForwardContext(attn_metadata=object(), num_tokens=32) if rank == 1 else None):
+    with ubatch.set_forward_context(
+        ubatch.ForwardContext(attn_metadata=object(), num_tokens=32) if rank == 1 else None
+    ):
         call(reason.NOT_REQUESTED if rank else reason.PEER_DECLINED, config, ids(8))
     # An idle rank takes part in whatever the others do.
     for idle in ((config, ids(0)), (config, ids(0, 1)), (replace(config, num_ubatches=3), ids(0))):
@@ -207,34 +185,32 @@ def test_voting(rank: int, group: CommGroup) -> None:
             assert (decision.reason, decision.declined_by) == (DeclineReason.DISABLED, 0)
 
     # The result of a vote that the caller held itself is used, not held again.
-    slices = (UBatchSlice(slice(0, 4), slice(0, 4)), UBatchSlice(slice(4, 8), slice(4, 8)))
-    yes = Offer(Wish.YES, (4, 4), 2, None, fingerprint("s"), fingerprint("m"))
+    slices = (ubatch.UBatchSlice(slice(0, 4), slice(0, 4)), ubatch.UBatchSlice(slice(4, 8), slice(4, 8)))
+    yes = Offer(Wish.YES, (4, 4), 2, None, ubatch.fingerprint("s"), ubatch.fingerprint("m"))
     module = Experts(group, layers=1)
     model = UBatchWrapper(module, config)
     for offer, engages in ((yes, True), (no if rank else yes, False)):
         decision = group.vote(offer)
         assert decision.engaged == engages
-        context = ForwardContext(
+        context = ubatch.ForwardContext(
             num_tokens=8,
-            mode=ForwardMode.PREFILL,
+            mode=ubatch.ForwardMode.PREFILL,
             ubatch_slices=slices if engages else None,
             tokens_across_ranks=None if engages else (8, 8),
             decision=decision,
         )
         x = torch.arange(8.0).repeat(2, 1).T.contiguous()
-        with set_forward_context(context):
+        with ubatch.set_forward_context(context):
             assert torch.equal(model(x), Experts.reference(x, 2, layers=1))
     assert model.statistics().engaged == 1
-    model.close()
 
     # Overlap that is required and declined is an error on every rank, and leaves nothing out of step.
     model = UBatchWrapper(nn.Identity(), replace(config, require_overlap=True))
     for _ in range(2):
-        with pytest.raises(OverlapDeclined) as declined:
+        with pytest.raises(ubatch.OverlapDeclined) as declined:
             model(torch.ones(8 if rank else 2, 2))
         assert declined.value.reason == (DeclineReason.PEER_DECLINED if rank else DeclineReason.BELOW_PREFILL_THRESHOLD)
     assert torch.equal(model(torch.ones(8, 2)), torch.ones(8, 2))
-    model.close()
 
     # Outputs that one rank can merge and another cannot, unlike in their proof: no rank repeats the step alone.
     rows_only = [True]
@@ -251,7 +227,6 @@ def test_voting(rank: int, group: CommGroup) -> None:
             model(ids(8))
     group.reset()
     assert group.vote(yes).engaged
-    model.close()
 
     # A default device, a grad mode or an autocast around it is none of the vote's business.
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
@@ -266,7 +241,7 @@ def making(rank: int, world_size: int) -> None:
             CommGroup.from_process_group(timeout_s=timeout_s)
     # Not every rank comes; then every rank does, whatever happened before.
     if rank == 0:
-        with pytest.raises(TransferTimeout, match=r"ranks \[1\] of \[0, 1\] did not come within 0.5 s"):
+        with pytest.raises(ubatch.TransferTimeout, match=r"ranks \[1\] of \[0, 1\] did not come within 0.5 s"):
             CommGroup.from_process_group(timeout_s=0.5)
         c10d._get_default_store().set("gave up", "")
     else:

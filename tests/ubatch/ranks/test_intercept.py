@@ -13,17 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import ubatch
 from ranks import on_ranks
-from ubatch import (
-    CommGroup,
-    DeclineReason,
-    GradientError,
-    SpanKind,
-    UBatchConfig,
-    UBatchWrapper,
-    UnvotedCollectiveError,
-    tracing,
-)
+from ubatch import CommGroup, DeclineReason, UBatchConfig, UBatchWrapper, UnvotedCollectiveError
 from ubatch.ranks.intercept import intercepting
 
 HIDDEN, LAYERS = 16, 3
@@ -55,14 +47,7 @@ def sharded(mesh: DeviceMesh) -> nn.Sequential:
 
 
 def settings(lanes: int = 2, group: CommGroup | None = None) -> UBatchConfig:
-    return UBatchConfig(
-        verify="off",
-        num_ubatches=lanes,
-        dbo_prefill_token_threshold=lanes,
-        dbo_decode_token_threshold=lanes,
-        group=group,
-        require_overlap=group is not None,
-    )
+    return UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=lanes, group=group)
 
 
 def intercepted(module: nn.Module, lanes: int = 2, group: CommGroup | None = None) -> UBatchWrapper:
@@ -71,9 +56,9 @@ def intercepted(module: nn.Module, lanes: int = 2, group: CommGroup | None = Non
 
 def traced(wrapper: UBatchWrapper, x: Tensor) -> tuple[Tensor, list[tuple[int, str]], int]:
     """The outputs, the order of points, and the number of transfers."""
-    with torch.no_grad(), tracing() as trace:
+    with torch.no_grad(), ubatch.tracing() as trace:
         result = wrapper(x)
-    return result, trace.order, sum(span.kind is SpanKind.TRANSFER for span in trace.spans)
+    return result, trace.order, sum(span.kind is ubatch.SpanKind.TRANSFER for span in trace.spans)
 
 
 def rows(seed: int, number: int = 6) -> Tensor:
@@ -94,7 +79,6 @@ def test_a_sharded_module_overlaps_its_all_reduces(rank: int, group: CommGroup, 
     overlapped, order, transfers = traced(wrapper, x)
     with torch.inference_mode():  # here torch gathers weights, and waits inside of its own functions
         torch.testing.assert_close(wrapper(x), overlapped)
-    wrapper.close()
     torch.testing.assert_close(plain, blocks()(x).detach())
     torch.testing.assert_close(overlapped, plain)
     each = [(lane, "collective") for lane in range(lanes)]
@@ -123,7 +107,6 @@ def test_every_functional_collective(rank: int, group: CommGroup) -> None:
     with torch.inference_mode():
         halves = torch.cat([Every()(half) for half in x.chunk(2)])
     overlapped, order, _ = traced(wrapper, x)
-    wrapper.close()
     assert (0, "collective") in order
     torch.testing.assert_close(overlapped, halves)
 
@@ -148,14 +131,12 @@ def test_all_reduces_that_wait_at_once(rank: int, group: CommGroup) -> None:
     plain = wrapper.module(x)
     wrapper(x)
     overlapped, order, transfers = traced(wrapper, x)
-    wrapper.close()
     torch.testing.assert_close(overlapped, plain)
     assert order == [(0, "collective"), (1, "collective"), (0, "end"), (1, "end")]
     assert transfers == 2, "what the module waits for by itself is its own business"
     alone = intercepted(SummingInPlace())
     with pytest.raises(UnvotedCollectiveError, match=r"torch's all_reduce over ranks \[0, 1\]"):
         alone(x)
-    alone.close()
 
 
 # -------------------------------------------------------------------------------------------------- what it refuses
@@ -174,11 +155,9 @@ def test_what_could_dead_lock_is_refused(rank: int, group: CommGroup) -> None:
     alone = intercepted(sharded(init_device_mesh("cpu", (group.size,))))
     with torch.inference_mode(), pytest.raises(UnvotedCollectiveError, match=r"Set UBatchConfig\.group"):
         alone(torch.ones(8, HIDDEN))
-    alone.close()
     summing = UBatchWrapper(Summing(), settings(2, group))
-    with intercepting(), pytest.raises(GradientError, match="requires grad"):
+    with intercepting(), pytest.raises(ubatch.GradientError, match="requires grad"):
         summing(torch.ones(8, HIDDEN, requires_grad=True))
-    summing.close()
 
 
 class Affine(nn.Module):

@@ -58,15 +58,12 @@ class Tuned(nn.Module):
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_peers_wait_for_a_rank_that_tunes(rank: int, group: CommGroup, tmp_path: Path) -> None:
     """Rank 1 tunes longer than the time-out, in a lane and outside of one; then everything has its time-out again."""
-    config = UBatchConfig(
-        group=group, dbo_prefill_token_threshold=4, dbo_decode_token_threshold=4, timeout_s=TIMEOUT_S, verify="off"
-    )
+    config = UBatchConfig(group=group, dbo_prefill_token_threshold=4, timeout_s=TIMEOUT_S, verify="off")
     model = UBatchWrapper(Tuned(group, tmp_path / f"{rank}.json", slow=rank == 1), config)
     for tokens in (8, 2):
         x = torch.ones(tokens, 2)
         assert torch.equal(model(x), group.size * x)
     assert model.statistics().engaged == 1
-    model.close()
     assert late_ranks(None) == {}
 
 
@@ -93,7 +90,6 @@ def test_peers_wait_for_a_rank_that_warms_up(rank: int, group: CommGroup) -> Non
     else:
         store.wait(["gave up"])
     group.reset()
-    model.close()
 
 
 @on_ranks(3, dying=[2])

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -126,14 +127,8 @@ def test_full_sockets_lose_nothing() -> None:
                 source = torch.full((1, size), 1000 * rank + number)
                 works.append((exchange(each, source, result, None, [1, 1]), result, number))
         assert all(peer.unsent for each in ranks for peer in each._peers if peer), "the sockets have no room left"
-        threads = [
-            threading.Thread(target=lambda own: [each.wait(SOON) for each, *_ in own], args=(works[at::2],))
-            for at in (0, 1)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda own: [each.wait(SOON) for each, *_ in own], (works[::2], works[1::2])))
         for work, result, number in works:
             assert work.is_completed()
             assert (result == torch.tensor([[number], [1000 + number]])).all()
@@ -156,21 +151,12 @@ def test_a_wait_has_a_limit_and_can_be_repeated() -> None:
 def test_threads_wait_for_different_exchanges_at_once() -> None:
     with connected() as (low, high):
         works = [launch(low, [number, number])[0] for number in range(8)]
-        done: list[int] = []
-
-        def wait(number: int) -> None:
-            works[number].wait(SOON)
-            done.append(number)
-
-        threads = [threading.Thread(target=wait, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for number in range(8):
-            time.sleep(0.01)
-            launch(high, [number, number])
-        for thread in threads:
-            thread.join(5)
-        assert sorted(done) == list(range(8))
+        with ThreadPoolExecutor(8) as threads:
+            waits = [threads.submit(work.wait, SOON) for work in works]
+            for number in range(8):
+                time.sleep(0.01)
+                launch(high, [number, number])
+            assert all(wait.result(5) for wait in waits)
 
 
 OTHERWISE = "rank 1 of the group sent something else than this rank expects: the ranks launch in different orders"
@@ -334,7 +320,6 @@ def test_a_forked_child_has_no_part_in_it(rank: int, group: CommGroup) -> None:
     """A forked child neither reads what is its parent's nor keeps a dead parent's connections alive."""
     transfer = launch_all_gather(torch.tensor([rank]), group)
     near = group.usable_connection().near
-    assert near is not None
     with near._state:  # of a thread that is not in the child
         child = os.fork()
     if child == 0:

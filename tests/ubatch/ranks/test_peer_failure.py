@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 import ubatch
 from ranks import on_ranks
-from ubatch import (
-    CommGroup,
-    GroupBroken,
-    PeerFailed,
-    UBatchConfig,
-    UBatchWrapper,
-    all_reduce,
-    launch_all_gather,
-)
+from ubatch import CommGroup, GroupBroken, PeerFailed, UBatchConfig, UBatchWrapper, all_reduce
 
 pytestmark = pytest.mark.ranks
 
@@ -58,7 +50,7 @@ def test_a_failed_lane_fails_the_step_on_every_rank_and_all_recover(rank: int, g
             for call in (
                 lambda r=rows: model(torch.ones(r, 2)),
                 lambda: ubatch.all_reduce(torch.ones(2), group),
-                lambda: launch_all_gather(torch.ones(2), group),
+                lambda: ubatch.launch_all_gather(torch.ones(2), group),
             ):
                 begun = time.monotonic()
                 with pytest.raises(GroupBroken, match=r"Boom.*Call reset\(\)"):
@@ -70,7 +62,6 @@ def test_a_failed_lane_fails_the_step_on_every_rank_and_all_recover(rank: int, g
             assert group.broken is None
             healthy_step(model, probe, step := step + 1, rows)
     assert statistics.median(taken) < 0.1, "none of them waits for anybody"
-    model.close()
 
 
 @on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
@@ -87,7 +78,6 @@ def test_a_failure_after_the_last_transfer_is_learnt_at_the_next_vote(rank: int,
                 model(torch.ones(rows, 2))
         group.reset()
         healthy_step(model, probe, 2, rows)
-    model.close()
 
 
 @on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
@@ -118,7 +108,6 @@ def test_a_step_whose_error_was_swallowed_is_no_result(rank: int, group: CommGro
             model(torch.ones(8, 2))
     group.reset()
     healthy_step(model, probe, 2)
-    model.close()
 
 
 # --------------------------------------------------------------------------------------------------- many rounds
@@ -157,7 +146,6 @@ def test_many_failures_at_random_places(rank: int, group: CommGroup, world_size:
         with promptly():
             group.reset()
         step = int(max(ubatch.all_gather(torch.tensor([step]), group).tolist()))
-    model.close()
     assert counts["done"] > rounds // 4
     failed, peer_failed = ubatch.all_reduce(torch.tensor([counts["failed"], counts["peer failed"]]), group).tolist()
     assert min(failed, peer_failed) > rounds // 5
@@ -203,7 +191,6 @@ def test_a_group_that_the_step_used_breaks_with_the_one_it_voted_on(rank: int, v
         assert torch.equal(model(torch.ones(rows, 2)), torch.full((rows, 2), 2.0))
         # What the step did not use goes on, out of step with nobody.
         assert torch.equal(ubatch.all_reduce(torch.ones(1), apart), torch.full((1,), 2.0))
-    model.close()
 
 
 @on_ranks(3, timeout_s=GROUP_TIMEOUT_S)
@@ -246,7 +233,6 @@ def test_sub_groups(rank: int, everybody: CommGroup) -> None:
     config = UBatchConfig(verify="off", dbo_prefill_token_threshold=4, group=everybody, require_overlap=True)
     model = UBatchWrapper(Pairs(), config)
     assert torch.equal(model(torch.ones(6, 1)), torch.full((6, 1), (2.0, 3.0, 3.0)[rank]))
-    model.close()
 
 
 # ------------------------------------------------------------------------------------------ without other ranks
@@ -264,7 +250,6 @@ def test_without_other_ranks_nothing_needs_a_reset(rank: int, group: CommGroup) 
                 model(torch.ones(rows, 2))
         module.fail = False
         assert torch.equal(model(torch.ones(8, 2)), torch.ones(8, 2)), "usable again at once"
-        model.close()
     assert group.broken is None
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from lanes import within
 
 import ubatch
 from ranks import on_ranks
@@ -40,13 +41,9 @@ def test_bytes_arrive_while_steps_go_on(rank: int, group: CommGroup, world_size:
             assert ubatch.all_reduce(torch.ones(5), group).tolist() == [world_size] * 5, turn
     if rank == 1:
         moved = channel.launch("experts", out, into, sent, received)
-    deadline = time.monotonic() + 10
-    while not moved.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert (
-        moved.wait().tolist() == torch.cat([block(other, rank, size) for other, size in enumerate(received)]).tolist()
-    )
+    assert within(10, moved.done)
+    expected = torch.cat([block(other, rank, size) for other, size in enumerate(received)])
+    assert torch.equal(moved.wait(), expected)
     assert into[-8:].tolist() == [0] * 8
     with pytest.raises(ConfigError, match="'experts'"):
         channel.launch("experts", out, into, [len(out) + 1] + [0] * (world_size - 1), received)
@@ -59,13 +56,8 @@ def test_a_dead_peer_is_the_steps_failure(rank: int, group: CommGroup) -> None:
     ubatch.all_reduce(torch.ones(1), group)
     if rank == 1:
         os._exit(1)
-    moved = channel.launch(
-        "experts", torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), [0, 8], [0, 8]
-    )
-    deadline = time.monotonic() + 10
-    while not moved.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    moved = channel.launch("experts", block(0, 0, 8), block(0, 0, 8), [0, 8], [0, 8])
+    assert within(10, moved.done)
     with pytest.raises(RuntimeError):
         moved.wait()
     assert group.broken is None
@@ -93,11 +85,8 @@ def test_an_emulated_link_delays_it(rank: int, group: CommGroup) -> None:
 
     channel = SideChannel(group, beside)
     both = [4, 6] if rank == 0 else [6, 4]
-    moved = channel.launch(
-        "experts", torch.zeros(10, dtype=torch.uint8), torch.zeros(10, dtype=torch.uint8), both, both
-    )
+    moved = channel.launch("experts", block(0, 0, 10), block(0, 0, 10), both, both)
     begun = time.monotonic()
-    while not moved.done():
-        time.sleep(0.01)
+    assert within(10, moved.done)
     assert time.monotonic() - begun > 0.25
     assert works[0].sizes == (6, 6)  # a rank's own bytes cross no link

@@ -73,14 +73,3 @@ def test_against_the_oracle_at_random(lengths: list[int], lead: int) -> None:
     assert order == slow_interleave(programs, lead)
     for lane, program in enumerate(programs):  # every stage once, in its lane's order
         assert [stage for runner, stage in order if runner == lane] == [*program, "end"]
-
-
-def test_two_equal_lanes_alternate() -> None:
-    assert interleave([["a", "b"], ["a", "b"]]) == [
-        (0, "a"),
-        (1, "a"),
-        (0, "b"),
-        (1, "b"),
-        (0, "end"),
-        (1, "end"),
-    ]

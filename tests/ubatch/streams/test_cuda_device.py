@@ -11,20 +11,11 @@ import torch.distributed as dist
 from lanes import EVERY_POINT, FinishedWork, run
 from nccl_alone import Collectives, check_reset
 from torch import Tensor, nn
+from wrapping import wrapped
 
+import ubatch
 from ranks import run_ranks
-from ubatch import (
-    CommGroup,
-    Transfer,
-    UBatchConfig,
-    UBatchWrapper,
-    all_to_all_single,
-    copy_to_host,
-    dbo_register_recv_hook,
-    dbo_yield,
-    launch_all_to_all_single,
-    profile_ranges,
-)
+from ubatch import CommGroup, Transfer, UBatchConfig, UBatchWrapper, copy_to_host, dbo_register_recv_hook, dbo_yield
 from ubatch.dbo import current_sm_budget, on_comm_stream
 from ubatch.lanes.workers import LanePool
 from ubatch.streams.sm_budget import SMBudget
@@ -152,16 +143,13 @@ class Layers(nn.Module):
 @torch.inference_mode()
 def test_a_wrapped_module_with_ranges_and_a_budget() -> None:
     model = Layers().to(CUDA)
-    config = UBatchConfig(verify="off", dbo_prefill_token_threshold=2, comm_sms=8)
-    wrapper = UBatchWrapper(model, config)
     x = torch.randn(32, 64, device=CUDA)
     expected = model(x)
-    with profile_ranges():
+    with wrapped(model, comm_sms=8) as wrapper, ubatch.profile_ranges():
         torch.testing.assert_close(wrapper(x), expected)
-    assert wrapper.statistics().engaged == 1
+        assert wrapper.statistics().engaged == 1
     total = torch.cuda.get_device_properties(CUDA).multi_processor_count
     assert {None, SMBudget(total, 8)} == BUDGETS
-    wrapper.close()
 
 
 # --------------------------------------------------------------------------------------------- NCCL, a group of one
@@ -202,7 +190,7 @@ def _collectives(group: CommGroup) -> None:
     wrapper.close()
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int32):
         rows = torch.arange(8, device=CUDA).float().view(4, 2).to(dtype)
-        assert torch.equal(all_to_all_single(rows, group).float(), rows.float())
+        assert torch.equal(ubatch.all_to_all_single(rows, group).float(), rows.float())
 
 
 def _counts(group: CommGroup) -> None:
@@ -210,7 +198,7 @@ def _counts(group: CommGroup) -> None:
     pool = LanePool(2, CUDA, 60.0)
 
     def body() -> tuple[list[int], bool]:
-        counts = launch_all_to_all_single(torch.tensor([7], device=CUDA), group, to_host=True)
+        counts = ubatch.launch_all_to_all_single(torch.tensor([7], device=CUDA), group, to_host=True)
         torch.cuda._sleep(LONG * 5)
         queued = torch.cuda.Event()
         queued.record()
@@ -229,7 +217,7 @@ def _unwaited(group: CommGroup) -> None:
     results: list[Transfer[Tensor]] = []
 
     def body() -> None:
-        results.append(launch_all_to_all_single(torch.full((1 << 20, 1), 3.0, device=CUDA), group))
+        results.append(ubatch.launch_all_to_all_single(torch.full((1 << 20, 1), 3.0, device=CUDA), group))
 
     pool.run([body, dbo_yield], EVERY_POINT, [None] * 2, frozenset(group.ranks))
     assert results[0].wait().unique().tolist() == [3.0]

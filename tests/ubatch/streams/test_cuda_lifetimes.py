@@ -15,16 +15,8 @@ from cuda_cases import Body, Lanes, compute, exchange, launch
 from lanes import EVERY_POINT, FinishedWork
 from torch import Tensor
 
-from ubatch.dbo import (
-    dbo_current_ubatch_id,
-    dbo_keep,
-    dbo_register_recv_hook,
-    dbo_switch_to_comm,
-    dbo_switch_to_compute,
-    dbo_yield,
-    dbo_yield_and_switch_from_comm_to_compute,
-    dbo_yield_and_switch_from_compute_to_comm,
-)
+import ubatch
+from ubatch.dbo import dbo_current_ubatch_id, dbo_keep, dbo_switch_to_comm, dbo_switch_to_compute, dbo_yield
 from ubatch.errors import ConfigError, UBatchError, UBatchTimeout
 from ubatch.ranks import host_copy
 from ubatch.ranks import transfer as transfer_module
@@ -181,7 +173,7 @@ def test_a_lane_hangs_with_a_transfer_under_way(lanes: Lanes) -> None:
 def test_a_hook_raises(lanes: Lanes) -> None:
     def body() -> None:
         transfer = launch(compute())
-        dbo_register_recv_hook(lambda: transfer.wait().add(1).view(7))
+        ubatch.dbo_register_recv_hook(lambda: transfer.wait().add(1).view(7))
         dbo_yield()
 
     with pytest.raises(RuntimeError, match="invalid for input"):
@@ -194,11 +186,11 @@ def test_switching_by_hand(lanes: Lanes) -> None:
     def body() -> Tensor:
         x, arrived = compute(), torch.empty(4)
         for _ in range(3):
-            dbo_yield_and_switch_from_compute_to_comm()
+            ubatch.dbo_yield_and_switch_from_compute_to_comm()
             arrived.copy_(x)
             dbo_keep(x)
             del x
-            dbo_yield_and_switch_from_comm_to_compute()
+            ubatch.dbo_yield_and_switch_from_comm_to_compute()
             x, arrived = arrived * 2, torch.empty(4)
         return x
 
@@ -243,7 +235,7 @@ def _receives_on_comm(switch: Callable[[], None]) -> Body:
             switch()
             arrived = x.neg()
             dbo_keep(x)
-            dbo_yield_and_switch_from_comm_to_compute()
+            ubatch.dbo_yield_and_switch_from_comm_to_compute()
             x = arrived * 2
             del arrived
 
@@ -257,7 +249,7 @@ def test_memory_of_the_communication_stream_under_fresh_forks(lanes: Lanes) -> N
 
 def test_memory_of_the_communication_stream_under_a_mark_is_reused_too_early(lanes: Lanes) -> None:
     """Why the contract says to allocate before a switching point: seen by the checker."""
-    lanes.run(*[_receives_on_comm(dbo_yield_and_switch_from_compute_to_comm)] * 2)
+    lanes.run(*[_receives_on_comm(ubatch.dbo_yield_and_switch_from_compute_to_comm)] * 2)
     assert any("may still use" in each for each in lanes.cuda.lifetimes)
 
 

@@ -10,20 +10,8 @@ import pytest
 from fake_streams import Operation
 from streams_cases import Streams, model, switching
 
-from ubatch.dbo import (
-    dbo_current_ubatch_id,
-    dbo_get_previous_event,
-    dbo_maybe_run_recv_hook,
-    dbo_register_recv_hook,
-    dbo_switch_to_comm,
-    dbo_switch_to_comm_sync,
-    dbo_switch_to_compute,
-    dbo_switch_to_compute_sync,
-    dbo_yield,
-    dbo_yield_and_switch_from_comm_to_compute,
-    dbo_yield_and_switch_from_compute_to_comm,
-    on_comm_stream,
-)
+import ubatch
+from ubatch.dbo import dbo_current_ubatch_id, dbo_switch_to_comm, dbo_switch_to_compute, dbo_yield, on_comm_stream
 from ubatch.lanes.context import UBatchContext
 from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Recv, Schedule, get_schedule
@@ -75,7 +63,7 @@ def test_the_order_of_one_exchange(fake: Streams) -> None:
         lane = dbo_current_ubatch_id()
         fake.work(f"write {lane}", writes=[f"x{lane}"])
         transfer = fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
-        dbo_register_recv_hook(transfer.wait)
+        ubatch.dbo_register_recv_hook(transfer.wait)
         dbo_yield()
         fake.work(f"read {lane}", reads=[f"y{lane}"])
 
@@ -141,16 +129,16 @@ def test_vllms_synchronised_switches_order_both_ways(fake: Streams) -> None:
     def body() -> None:
         lane = dbo_current_ubatch_id()
         fake.work(f"write {lane}", writes=[f"x{lane}"])
-        dbo_switch_to_comm_sync()
+        ubatch.dbo_switch_to_comm_sync()
         fake.work(f"send {lane}", reads=[f"x{lane}"], writes=[f"y{lane}"])
-        dbo_switch_to_compute_sync()
+        ubatch.dbo_switch_to_compute_sync()
         fake.work(f"read {lane}", reads=[f"y{lane}"], writes=[f"x{lane}"])
         dbo_yield()
 
     fake.run(body, body)
     assert not fake.races
-    dbo_switch_to_comm_sync()
-    dbo_switch_to_compute_sync()
+    ubatch.dbo_switch_to_comm_sync()
+    ubatch.dbo_switch_to_compute_sync()
     assert fake.current() is fake.compute
 
 
@@ -163,19 +151,19 @@ def test_vllms_previous_event_is_made_on_the_compute_stream(fake: Streams) -> No
         return name + end
 
     def body() -> None:
-        assert dbo_get_previous_event(capture, "event", end="!") == "event!"
+        assert ubatch.dbo_get_previous_event(capture, "event", end="!") == "event!"
         dbo_switch_to_comm()
         before = list(fake.log)
-        assert dbo_get_previous_event(capture, "event", end="?") == "event?"
+        assert ubatch.dbo_get_previous_event(capture, "event", end="?") == "event?"
         assert not [line for line in fake.log[len(before) :] if "wait" in line or "record" in line]
         with pytest.raises(ZeroDivisionError):
-            dbo_get_previous_event(lambda: 1 / 0)
+            ubatch.dbo_get_previous_event(lambda: 1 / 0)
         assert fake.current() is fake.comm
         dbo_switch_to_compute()
 
     fake.run(body, lambda: None)
     assert seen == [fake.compute, fake.compute]
-    assert dbo_get_previous_event(capture, "outside", end="") is None
+    assert ubatch.dbo_get_previous_event(capture, "outside", end="") is None
     assert len(seen) == 2, "outside a lane nothing is called, as in vLLM"
 
 
@@ -202,11 +190,11 @@ def test_switching_to_where_one_is_waits_for_nobody(fake: Streams) -> None:
     def computes() -> None:
         dbo_switch_to_compute()
         fake.work("compute 1", writes=["z"])
-        dbo_yield_and_switch_from_comm_to_compute()
+        ubatch.dbo_yield_and_switch_from_comm_to_compute()
         fake.work("compute 1 again", writes=["z"])
         dbo_switch_to_comm()
         dbo_switch_to_comm()
-        dbo_yield_and_switch_from_compute_to_comm()
+        ubatch.dbo_yield_and_switch_from_compute_to_comm()
         fake.work("send 1", reads=["z"])
 
     fake.run(sends, computes)
@@ -234,8 +222,8 @@ def test_a_launch_on_the_communication_stream_stays_there(fake: Streams) -> None
 def test_outside_a_lane_nothing_switches(fake: Streams) -> None:
     dbo_switch_to_comm()
     dbo_switch_to_compute()
-    dbo_yield_and_switch_from_compute_to_comm()
-    dbo_yield_and_switch_from_comm_to_compute("point")
+    ubatch.dbo_yield_and_switch_from_compute_to_comm()
+    ubatch.dbo_yield_and_switch_from_comm_to_compute("point")
     transfer = fake.launch("send", reads="x", writes="y")
     assert transfer.wait().stream is fake.compute
     assert fake.log == ["send on compute", "unpack send on compute"]
@@ -252,8 +240,8 @@ def test_a_hook_runs_on_the_compute_stream_after_the_owners_communication(fake: 
         lane = dbo_current_ubatch_id()
         dbo_switch_to_comm()
         fake.work(f"send {lane}", writes=[f"y{lane}"])
-        dbo_maybe_run_recv_hook()
-        dbo_register_recv_hook(lambda: fake.work(f"receive {lane}", reads=[f"y{lane}"], writes=[f"z{lane}"]))
+        ubatch.dbo_maybe_run_recv_hook()
+        ubatch.dbo_register_recv_hook(lambda: fake.work(f"receive {lane}", reads=[f"y{lane}"], writes=[f"z{lane}"]))
         dbo_yield()
         assert fake.current() is fake.comm
         fake.work(f"forward {lane}", reads=[f"z{lane}"], writes=[f"y{lane}"])
@@ -269,12 +257,12 @@ def test_a_hook_runs_on_the_compute_stream_after_the_owners_communication(fake: 
 def test_a_hook_that_runs_in_a_switching_point_comes_before_what_is_launched_there(fake: Streams, recv: Recv) -> None:
     def body() -> None:
         lane = dbo_current_ubatch_id()
-        dbo_maybe_run_recv_hook()
+        ubatch.dbo_maybe_run_recv_hook()
         transfer = fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
-        dbo_register_recv_hook(transfer.wait)
-        dbo_yield_and_switch_from_compute_to_comm()
+        ubatch.dbo_register_recv_hook(transfer.wait)
+        ubatch.dbo_yield_and_switch_from_compute_to_comm()
         fake.work(f"forward {lane}", reads=[f"y{lane}"], writes=[f"z{lane}"])
-        dbo_yield_and_switch_from_comm_to_compute()
+        ubatch.dbo_yield_and_switch_from_comm_to_compute()
         fake.work(f"read {lane}", reads=[f"z{lane}"])
 
     fake.run(body, body, schedule=Schedule("test", recv=recv, points_off=frozenset()))

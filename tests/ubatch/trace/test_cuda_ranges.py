@@ -13,10 +13,11 @@ import torch
 from lanes import EVERY_POINT, lane_pool, run
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from wrapping import wrapped
 
-from ubatch import UBatchConfig, UBatchWrapper, dbo_yield
+from ubatch import dbo_yield
 from ubatch.schedules.schedule import Schedule
-from ubatch.trace.ranges import LaneRanges, profile_ranges
+from ubatch.trace.ranges import profile_ranges
 
 POINTS = ("select", "dispatch", "mine")
 
@@ -34,20 +35,15 @@ def profiled(body: Callable[[], object]) -> list[Any]:
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
         body()
-    events = profiler.events()
-    assert events is not None
-    return [event for event in events if event.name.startswith("lane ")]
+    return [event for event in profiler.events() if event.name.startswith("lane ")]
 
 
 @pytest.mark.parametrize("lanes", [2, 3])
 def test_every_lane_and_point_has_a_range(lanes: int) -> None:
-    wrapper = UBatchWrapper(
-        Layers(), UBatchConfig(verify="off", num_ubatches=lanes, dbo_prefill_token_threshold=lanes, profile_ranges=True)
-    )
     x = torch.randn(lanes * 2, 4)
-    wrapper(x)
-    events = profiled(lambda: wrapper(x))
-    wrapper.close()
+    with wrapped(Layers(), num_ubatches=lanes, profile_ranges=True) as wrapper:
+        wrapper(x)
+        events = profiled(lambda: wrapper(x))
     expected = {f"lane {lane} | {point}": 1 for lane in range(lanes) for point in ("start", *POINTS)}
     assert Counter(event.name for event in events) == expected
     threads = {event.name.split(" |")[0]: event.thread for event in events}
@@ -78,16 +74,15 @@ def test_ranges_of_a_lane_follow_one_another_and_hold_what_it_ran() -> None:
 
 
 def test_nobody_asked() -> None:
-    wrapper = UBatchWrapper(Layers(), UBatchConfig(verify="off", dbo_prefill_token_threshold=2))
     x = torch.randn(4, 4)
-    wrapper(x)
-    assert not profiled(lambda: wrapper(x))
-    with profile_ranges(False):
+    with wrapped(Layers()) as wrapper:
+        wrapper(x)
         assert not profiled(lambda: wrapper(x))
-    with profile_ranges():
-        assert len(profiled(lambda: wrapper(x))) == 2 * (1 + len(POINTS))
-    assert not profiled(lambda: wrapper(x))
-    wrapper.close()
+        with profile_ranges(False):
+            assert not profiled(lambda: wrapper(x))
+        with profile_ranges():
+            assert len(profiled(lambda: wrapper(x))) == 2 * (1 + len(POINTS))
+        assert not profiled(lambda: wrapper(x))
 
 
 class Nvtx:
@@ -123,12 +118,3 @@ def test_nvtx_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         run(pool, fails, lambda: dbo_yield("dispatch"), schedule=EVERY_POINT)
     assert not nvtx.open, "a failure closes them too"
     assert nvtx.closed[:3] == ["lane 0 | start", "lane 1 | start", "lane 0 | dispatch"]
-
-
-def test_ending_twice_is_harmless() -> None:
-    with profile_ranges():
-        ranges = LaneRanges(0)
-    ranges.end()
-    ranges.begin("dispatch")
-    ranges.end()
-    ranges.end()

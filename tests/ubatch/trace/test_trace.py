@@ -13,8 +13,8 @@ import pytest
 import torch
 from lanes import FakeWork, FinishedWork, lane_pool, run, walker
 from torch import Tensor, nn
+from wrapping import Plain, wrapped
 
-from ubatch import UBatchConfig, UBatchWrapper
 from ubatch.dbo import dbo_current_ubatch_id, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.lanes.workers import LanePool
 from ubatch.ranks.transfer import Transfer
@@ -347,14 +347,12 @@ class Model(nn.Module):
 
 
 def test_the_wrapper_counts_steps_and_records_unsplit_calls() -> None:
-    wrapper = UBatchWrapper(Model(), UBatchConfig(verify="off", dbo_prefill_token_threshold=4))
-    with tracing() as trace:
+    with wrapped(Model(), dbo_prefill_token_threshold=4) as wrapper, tracing() as trace:
         begun = time.monotonic()
         assert wrapper(torch.zeros(2)).tolist() == [0, 0]
         ended = time.monotonic()
         assert wrapper(torch.zeros(4)).tolist() == [0, 0, 1, 1]
         assert wrapper(torch.zeros(2)).tolist() == [0, 0]
-    wrapper.close()
     assert trace.step == 3
     lanes = [{span.lane for span in trace.spans if span.step == step} for step in (1, 2, 3)]
     assert lanes == [{UNSPLIT}, {0, 1}, {UNSPLIT}]
@@ -371,13 +369,8 @@ def test_the_wrapper_counts_steps_and_records_unsplit_calls() -> None:
 
 
 def test_an_unsplit_call_that_fails_is_recorded_too() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("original")
-
-    wrapper = UBatchWrapper(Fails(), UBatchConfig(verify="off"))
-    with tracing() as trace:
-        with pytest.raises(ValueError, match="original"):
+    with wrapped(Plain(lambda x: x.view(7)), enable_dbo=False) as wrapper, tracing() as trace:
+        with pytest.raises(RuntimeError, match="invalid for input"):
             wrapper(torch.zeros(2))
         assert current_trace() is trace
     assert [(span.name, span.lane) for span in trace.spans] == [("unsplit", UNSPLIT)]

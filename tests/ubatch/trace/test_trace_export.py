@@ -283,8 +283,6 @@ def test_page_shows_several_steps_on_one_time_axis(tmp_path: Path) -> None:
     assert [step["start"] for step in page_data(page)["steps"]] == [0, 10_000_000]
     functions = re.search(r"^function joined\(.*?^}$", page, re.DOTALL | re.MULTILINE)
     split = re.search(r"^const split = .*$", page, re.MULTILINE)
-    assert functions is not None
-    assert split is not None
     script = f"{split[0]}\n{functions[0]}\nconsole.log(JSON.stringify(joined({json.dumps(page_data(page)['steps'])})))"
     both = json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
     assert (both["title"], both["duration"]) == ("Steps 1 to 2", 20_000_000)

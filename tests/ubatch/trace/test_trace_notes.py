@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from wrapper_cases import Model, x_of
+from wrapping import FIRST, Plain, wrapped
 
-from ubatch import ForwardContext, ForwardMode, UBatchConfig, UBatchWrapper, set_forward_context, tracing
+from ubatch import ForwardContext, ForwardMode, set_forward_context, tracing
 from ubatch.trace.spans import StepNote, note_outcome, note_step, traced_step
 
 
 @torch.inference_mode()
 def test_every_step_has_a_note() -> None:
-    config = UBatchConfig(dbo_prefill_token_threshold=4, dbo_decode_token_threshold=6)
-    wrapper = UBatchWrapper(Model().eval(), config)
-    with tracing() as trace:
+    thresholds = {"dbo_prefill_token_threshold": 4, "dbo_decode_token_threshold": 6}
+    with wrapped(Model().eval(), **thresholds, **FIRST) as wrapper, tracing() as trace:
         wrapper(x_of(6))
         wrapper(x_of(6))
         wrapper(x_of(3))
         with set_forward_context(ForwardContext(num_tokens=5, mode=ForwardMode.DECODE)):
             wrapper(x_of(5))
-    wrapper.close()
     assert [(n.step, n.mode, n.tokens, n.schedule, n.lanes, n.chunks, n.reason) for n in trace.notes] == [
         (1, "prefill", 6, "mlp_shared_overlap", 1, 1, "proved"),
         (2, "prefill", 6, "mlp_shared_overlap", 2, 1, None),
@@ -37,14 +36,12 @@ def test_every_step_has_a_note() -> None:
 
 
 def test_a_step_that_fails_has_none_and_leaves_none() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.shape[0] == 3:
-                raise ValueError("three")
-            return x
+    def forward(x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise ValueError("three")
+        return x
 
-    wrapper = UBatchWrapper(Fails())
-    with tracing() as trace:
+    with wrapped(Plain(forward), enable_dbo=False) as wrapper, tracing() as trace:
         with pytest.raises(ValueError, match="three"):
             wrapper(x_of(3))
         with traced_step():

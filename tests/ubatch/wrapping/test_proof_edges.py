@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from wrapping import FIRST, Plain, made, outcome, proved, rows, seen, wrapped
 
-from ubatch import DeclineReason, UBatchConfig, UBatchWrapper, dbo_enabled
+from ubatch import DeclineReason, dbo_enabled
 
 pytestmark = pytest.mark.long
 
@@ -273,15 +273,13 @@ def proofs(shape: dict[str, int], count: int) -> Iterator[str]:
         **shape,
     )
     model = Qwen3MoeForCausalLM(config).eval().bfloat16()
-    settings = UBatchConfig(dbo_prefill_token_threshold=2, dbo_decode_token_threshold=2)
     with torch.inference_mode():
         for number in range(count):
-            wrapper = UBatchWrapper(model, settings)
             rows, length = 2 + number % 11, 1 + number * 7 % 40
-            for _ in range(2):
-                wrapper(torch.randint(1000, (rows, length)), use_cache=False)
-            statistics = wrapper.statistics()
-            wrapper.close()
+            with wrapped(model, **FIRST) as wrapper:
+                for _ in range(2):
+                    wrapper(torch.randint(1000, (rows, length)), use_cache=False)
+                statistics = wrapper.statistics()
             yield "proved" if statistics.proved == 2 else str(statistics.last_reason)
 
 
@@ -292,15 +290,7 @@ def test_near_ties_retire_nothing() -> None:
 def test_a_coupling_beside_the_cut_is_found() -> None:
     """One row in a thousand is off, and only next to the cut: few enough to be near-ties."""
 
-    class Shift(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.cat([x[:1] * 0, x[:-1]])
-
-    wrapper = UBatchWrapper(Shift())
-    x = torch.randn(1024, 8).bfloat16()
-    for _ in range(4):
-        assert torch.equal(wrapper(x), Shift()(x))
-    statistics = wrapper.statistics()
-    wrapper.close()
-    assert statistics.engaged == 0
-    assert statistics.declined[DeclineReason.ROWS_DEPEND] >= 2
+    calls = [(torch.randn(1024, 8).bfloat16(),)] * 4
+    engaged, _, declined = outcome(lambda x: x + torch.cat([x[:1] * 0, x[:-1]]), *calls)
+    assert engaged == 0
+    assert declined[DeclineReason.ROWS_DEPEND] >= 2

@@ -39,18 +39,17 @@ def proving(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     sizes = (8, 5)
 
-    def call(name: str, *rows: tuple[int, int], wrapper: UBatchWrapper | None = None) -> UBatchWrapper:
-        made = UBatchWrapper(model, config) if wrapper is None else wrapper
+    def call(name: str, *rows: tuple[int, int]) -> None:
+        wrapper = UBatchWrapper(model, config)
         for of_ranks in rows:
             x = torch.randn(of_ranks[rank], 3)
-            torch.testing.assert_close(made(x), x * world_size + world_size)
-        found[name] = seen(made)
-        return made
+            torch.testing.assert_close(wrapper(x), x * world_size + world_size)
+        found[name] = seen(wrapper)
 
     with torch.inference_mode():
-        call("alike", sizes, sizes, sizes).close()
+        call("alike", sizes, sizes, sizes)
         # A rank that was idle in the proof is unproved when it gets rows: all prove again.
-        call("idle", (8, 0), (8, 0), (8, 5), (8, 5), (0, 5)).close()
+        call("idle", (8, 0), (8, 0), (8, 5), (8, 5), (0, 5))
 
         def alone(x: Tensor) -> Tensor:
             return x - x.mean(0) if rank == 1 else x
@@ -71,9 +70,8 @@ def proving(rank: int, world_size: int) -> dict[str, Any]:
                 torch.testing.assert_close(wrapper(x), model(x))
             assert group.broken is None
             found[change.__name__] = seen(wrapper)
-            wrapper.close()
         model.change = lambda x: x
-        call("and the group is as good as new", sizes, sizes).close()
+        call("and the group is as good as new", sizes, sizes)
     return found
 
 
@@ -108,7 +106,6 @@ def several_groups(rank: int, world_size: int) -> tuple[int, int, dict[Any, int]
             torch.testing.assert_close(wrapper(x), x * world_size + world_size)
     assert voting.broken is None
     assert data.broken is None
-    wrapper.close()
     return seen(wrapper)
 
 
@@ -122,8 +119,7 @@ def required(rank: int, world_size: int) -> list[str]:
     """`require_overlap` allows a proving call, and refuses one whose proof has failed on any rank."""
     group = CommGroup.from_process_group(timeout_s=20.0)
     config = UBatchConfig(group=group, dbo_prefill_token_threshold=2, require_overlap=True)
-    model = Summing(group)
-    wrapper = UBatchWrapper(model, config)
+    wrapper = UBatchWrapper(Summing(group), config)
     x = torch.randn(6, 3)
     with torch.inference_mode():
         wrapper(x)
@@ -133,7 +129,6 @@ def required(rank: int, world_size: int) -> list[str]:
         with pytest.raises(ubatch.OverlapDeclined) as declined:
             wrapper(x)
     assert group.broken is None
-    wrapper.close()
     return [declined.value.reason]
 
 
@@ -173,7 +168,6 @@ def late(rank: int, world_size: int) -> list[Any]:
         group.reset()
         changing.clear()
         torch.testing.assert_close(wrapper(x), x * world_size + world_size)
-    wrapper.close()
     return [*found, model.count, str(error.value)]
 
 

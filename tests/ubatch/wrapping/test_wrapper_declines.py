@@ -19,22 +19,8 @@ from torch import Tensor, nn
 from wrapper_cases import Model, identity, x_of
 from wrapping import Plain, made, wrapped
 
-from ubatch import (
-    ConfigError,
-    Decision,
-    DeclineReason,
-    ForwardContext,
-    ForwardMode,
-    OverlapDeclined,
-    SplitError,
-    UBatchSlice,
-    dbo_current_ubatch_id,
-    dbo_enabled,
-    get_forward_context,
-    set_forward_context,
-    split_fixed,
-    split_two_chunk,
-)
+import ubatch
+from ubatch import Decision, DeclineReason, ForwardContext, ForwardMode, SplitError, UBatchSlice, set_forward_context
 
 # ------------------------------------------------------------------------------------------------ every way to decline
 
@@ -130,11 +116,9 @@ SEQUENCES = x_of(6, 3, 4)
 DECLINES: dict[DeclineReason, list[Case]] = {
     DeclineReason.DISABLED: [case(Model, x_of(), enable_dbo=False)],
     DeclineReason.SERIAL_SCHEDULE: [case(Model, x_of(), schedule="serial")],
-    DeclineReason.NOT_REQUESTED: [case(Model, x_of(), context=ForwardContext(attn_metadata="plan", num_tokens=6))],
     DeclineReason.BELOW_DECODE_THRESHOLD: [function(lambda input_ids: input_ids * 1, ids(1, 1))],
     DeclineReason.BELOW_PREFILL_THRESHOLD: [case(Model, x_of(), dbo_prefill_token_threshold=7)],
     DeclineReason.LAST_UBATCH_EMPTY: [function(lambda tokens: tokens * 1, ids(3, 9), num_ubatches=4)],
-    DeclineReason.NO_BATCH: [function(lambda n=3: torch.ones(n))],
     DeclineReason.AMBIGUOUS_ARGUMENT: [
         function(lambda x, table: x + table, x_of(), x_of(1), verify="off"),
         function(lambda x: x * 1, x_of(), split_dims={"x": 4}),
@@ -152,6 +136,19 @@ DECLINES: dict[DeclineReason, list[Case]] = {
         case(lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), x_of()),
         case(lambda: nn.Sequential(nn.BatchNorm1d(4)).eval().append(nn.BatchNorm1d(4)), x_of()),
     ],
+    DeclineReason.SEQUENCE_FIRST: [
+        case(lambda: nn.LSTM(4, 4), SEQUENCES),
+        case(lambda: nn.TransformerEncoderLayer(4, 2, 8).eval(), SEQUENCES),
+        case(lambda: encoder(), SEQUENCES),
+        case(lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 1).eval(), *[SEQUENCES] * 2),
+        case(lambda: nn.MultiheadAttention(4, 2).eval(), *[SEQUENCES] * 3),
+    ],
+    DeclineReason.JIT_MODULE: [case(scripted, x_of())],
+    DeclineReason.TENSOR_LAYOUT: [function(lambda x: x.to_dense() * 1, x_of().to_sparse())],
+}
+NEVER_ASKED_FOR: dict[DeclineReason, list[Case]] = {
+    DeclineReason.NOT_REQUESTED: [case(Model, x_of(), context=ForwardContext(attn_metadata="plan", num_tokens=6))],
+    DeclineReason.NO_BATCH: [function(lambda n=3: torch.ones(n))],
     DeclineReason.ROWS_DEPEND: [
         function(lambda x: x.softmax(0), x_of()),
         function(lambda x: x.cumsum(0), x_of()),
@@ -169,16 +166,9 @@ DECLINES: dict[DeclineReason, list[Case]] = {
     DeclineReason.ARGUMENTS_CHANGED: [function(adding, x_of(), {})],
     DeclineReason.LANE_FAILED: [function(lambda x: x.reshape(6, 4) * 1, x_of())],
     DeclineReason.CANNOT_PROVE: [function(lambda x, thing: x * 1, x_of(), not_copied(), split_dims={"thing": None})],
-    DeclineReason.SEQUENCE_FIRST: [
-        case(lambda: nn.LSTM(4, 4), SEQUENCES),
-        case(lambda: nn.TransformerEncoderLayer(4, 2, 8).eval(), SEQUENCES),
-        case(lambda: encoder(), SEQUENCES),
-        case(lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 1).eval(), *[SEQUENCES] * 2),
-        case(lambda: nn.MultiheadAttention(4, 2).eval(), *[SEQUENCES] * 3),
-    ],
-    DeclineReason.JIT_MODULE: [case(scripted, x_of())],
-    DeclineReason.TENSOR_LAYOUT: [function(lambda x: x.to_dense() * 1, x_of().to_sparse())],
 }
+"""What slices say is not proved, so nobody knows."""
+
 ELSEWHERE = {
     "test_group.py, between ranks": {
         DeclineReason.ALL_IDLE,
@@ -197,17 +187,6 @@ ELSEWHERE = {
     "test_wrapper.py": {DeclineReason.CONCURRENT_CALL},
 }
 """Reasons that other files show."""
-NEVER_ASKED_FOR = {
-    DeclineReason.NOT_REQUESTED,
-    DeclineReason.NO_BATCH,
-    DeclineReason.ROWS_DEPEND,
-    DeclineReason.MODULE_KEEPS_STATE,
-    DeclineReason.DRAWS_RANDOM,
-    DeclineReason.ARGUMENTS_CHANGED,
-    DeclineReason.LANE_FAILED,
-    DeclineReason.CANNOT_PROVE,
-}
-"""What slices say is not proved, so nobody knows."""
 
 
 def seed(number: int) -> None:
@@ -217,13 +196,17 @@ def seed(number: int) -> None:
 
 
 def test_every_reason_is_seen_here_or_elsewhere() -> None:
-    shown = Counter(itertools.chain(DECLINES, *ELSEWHERE.values()))
+    shown = Counter(itertools.chain(DECLINES, NEVER_ASKED_FOR, *ELSEWHERE.values()))
     assert shown == Counter(DeclineReason)
 
 
 @pytest.mark.parametrize(
     ("reason", "case"),
-    [pytest.param(why, case, id=f"{why}-{n}") for why, cases in DECLINES.items() for n, case in enumerate(cases)],
+    [
+        pytest.param(why, case, id=f"{why}-{n}")
+        for why, cases in {**DECLINES, **NEVER_ASKED_FOR}.items()
+        for n, case in enumerate(cases)
+    ],
 )
 def test_a_call_that_declines_is_right_and_counted(reason: DeclineReason, case: Case) -> None:
     make, settings, args, context = case
@@ -240,7 +223,7 @@ def test_a_call_that_declines_is_right_and_counted(reason: DeclineReason, case: 
             assert str(seen.last_reason).startswith(f"{reason}: ")
     with wrapped(module, **settings, require_overlap=True) as strict, set_forward_context(context):
         with pytest.raises(
-            OverlapDeclined, match=f"require_overlap is set, but the call declined: {reason}"
+            ubatch.OverlapDeclined, match=f"require_overlap is set, but the call declined: {reason}"
         ) as refused:
             strict(*args)
         assert refused.value.reason is reason
@@ -263,23 +246,23 @@ def test_in_evaluation_they_overlap(module: nn.Module) -> None:
 
 def noting(notes: list[ForwardContext | None]) -> Plain:
     def forward(x: Tensor, **named: Tensor) -> Tensor:
-        assert dbo_enabled()
-        notes.append(get_forward_context())
-        return x + dbo_current_ubatch_id()
+        assert ubatch.dbo_enabled()
+        notes.append(ubatch.get_forward_context())
+        return x + ubatch.dbo_current_ubatch_id()
 
     return Plain(forward)
 
 
 def test_token_slices_cut_flat_arguments_where_they_say() -> None:
     notes: list[ForwardContext | None] = []
-    slices = split_two_chunk([7, 1], 0.48)
+    slices = ubatch.split_two_chunk([7, 1], 0.48)
     assert [part.num_tokens for part in slices] == [4, 4]
     lanes = tuple(ForwardContext(attn_metadata=f"plan {lane}", num_tokens=4) for lane in range(2))
     context = ForwardContext(attn_metadata="whole", num_tokens=8, ubatch_slices=slices, lane_contexts=lanes)
     with wrapped(noting(notes), dbo_prefill_token_threshold=1000) as wrapper:
         with set_forward_context(context):
             result = wrapper(torch.zeros(8, 2), positions=torch.arange(8))
-            assert get_forward_context() is context
+            assert ubatch.get_forward_context() is context
         assert result[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
         assert notes == [*lanes]
         assert wrapper.statistics().engaged == 1
@@ -289,18 +272,15 @@ def test_request_slices_cut_batched_arguments_where_they_say() -> None:
     notes: list[ForwardContext | None] = []
 
     def forward(input_ids: Tensor) -> Tensor:
-        notes.append(get_forward_context())
-        return input_ids + dbo_current_ubatch_id()
+        notes.append(ubatch.get_forward_context())
+        return input_ids + ubatch.dbo_current_ubatch_id()
 
     for length, mode in ((1, ForwardMode.DECODE), (4, ForwardMode.PREFILL)):
         notes.clear()
         slices = tuple(
             UBatchSlice(slice(a, b), slice(a * length, b * length)) for a, b in ((0, 1), (1, 4), (4, 4), (4, 6))
         )
-        with (
-            wrapped(Plain(forward)) as wrapper,
-            set_forward_context(ForwardContext(ubatch_slices=slices, mode=mode)),
-        ):
+        with wrapped(Plain(forward)) as wrapper, set_forward_context(ForwardContext(ubatch_slices=slices, mode=mode)):
             result = wrapper(torch.zeros(6, length, dtype=torch.long))
             assert result[:, 0].tolist() == [0, 1, 1, 1, 3, 3], "lane 2 is empty"
             assert wrapper.statistics().engaged == 1
@@ -329,10 +309,14 @@ HALVES = slices_of((0, 3), (3, 6))
         (ForwardContext(ubatch_slices=slices_of((0, 3), (3, 7))), SplitError, "cover 7 tokens.* have 6 rows"),
         (
             ForwardContext(ubatch_slices=HALVES, lane_contexts=(ForwardContext(),)),
-            ConfigError,
+            ubatch.ConfigError,
             "2 ubatch_slices need as many lane_contexts, not 1",
         ),
-        (ForwardContext(ubatch_slices=HALVES, attn_metadata="plan"), ConfigError, "needs lane_contexts, one per slice"),
+        (
+            ForwardContext(ubatch_slices=HALVES, attn_metadata="plan"),
+            ubatch.ConfigError,
+            "needs lane_contexts, one per slice",
+        ),
         (
             ForwardContext(decision=Decision(True, None, None, ((3, 3),))),
             SplitError,
@@ -360,11 +344,11 @@ def test_a_request_in_two_slices_is_refused_for_batched_arguments() -> None:
         wrapper(torch.zeros(3, 4, dtype=torch.long))
 
 
-@pytest.mark.parametrize("reason", [reason for reason in DECLINES if reason not in NEVER_ASKED_FOR])
+@pytest.mark.parametrize("reason", DECLINES)
 def test_what_would_decline_is_refused_by_name_when_asked_for(reason: DeclineReason) -> None:
     """But for the thresholds, which the caller has overruled, and for what only a proof finds out."""
     for make, settings, args, _ in DECLINES[reason]:
-        slices = split_fixed(len(args[0]), 1) if len(args[0]) > 1 else slices_of((0, 1), (1, 1))
+        slices = ubatch.split_fixed(len(args[0]), 1) if len(args[0]) > 1 else slices_of((0, 1), (1, 1))
         by_size = reason.startswith("below") or reason is DeclineReason.LAST_UBATCH_EMPTY
         if len(args) > 1 and reason is DeclineReason.SEQUENCE_FIRST:
             continue  # nobody proves it, so its other arguments are ambiguous
@@ -382,10 +366,7 @@ def test_what_would_decline_is_refused_by_name_when_asked_for(reason: DeclineRea
 def test_a_vote_that_said_no_is_obeyed() -> None:
     no = Decision(False, DeclineReason.PEER_DECLINED, 1, ((6,), (3,)))
     module = Plain(identity)
-    with (
-        wrapped(module) as wrapper,
-        set_forward_context(ForwardContext(ubatch_slices=HALVES, decision=no)),
-    ):
+    with wrapped(module) as wrapper, set_forward_context(ForwardContext(ubatch_slices=HALVES, decision=no)):
         wrapper(x_of())
         assert len(module.calls) == 1
         assert wrapper.statistics().declined == {DeclineReason.PEER_DECLINED: 1}
