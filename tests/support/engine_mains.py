@@ -229,14 +229,21 @@ def engine_of_rank(rank: int) -> int:
 
 
 @asynccontextmanager
+async def started(options: EngineOptions, main: EngineMain = run_engine) -> AsyncIterator[EngineClient]:
+    """Engines that end with the block; their client."""
+    client = await EngineClient.start(options, engine_main=main)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
 async def two_nodes(
     main: EngineMain = run_engine, **options: Any
 ) -> AsyncIterator[tuple[EngineClient, asyncio.Task[int]]]:
     """A run of two ranks on two nodes, both on this machine: node 0's client, and node 1's exit status to come."""
     both = {"nnodes": 2, "master_port": free_port(), **options}
     node = asyncio.create_task(asyncio.to_thread(run_node, tiny(2, node_rank=1, **both), engine_main=main))
-    client = await EngineClient.start(tiny(2, **both), engine_main=main)
-    try:
+    async with started(tiny(2, **both), main) as client:
         yield client, node
-    finally:
-        await client.close()

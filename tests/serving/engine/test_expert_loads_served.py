@@ -50,8 +50,7 @@ def counts_of(served: Served) -> Ints:
     ids=["lanes and chunked prompts", "tensor parallel", "drafts"],
 )
 def test_ranks_tell_every_routed_token_once(options: EngineOptions, tmp_path: Path) -> None:
-    served = Served(replace(options, profile_folder=tmp_path), run_recounting_engine)
-    try:
+    with Served(replace(options, profile_folder=tmp_path), run_recounting_engine) as served:
         assert not counts_of(served).any(), "a warm-up does not count"
         served.run(served.all_outputs("a"))
         served.run(served.client.settle())
@@ -67,8 +66,6 @@ def test_ranks_tell_every_routed_token_once(options: EngineOptions, tmp_path: Pa
         assert bool(overlapped) is options.dbo.enable_dbo
         served.run(asyncio.sleep(0.2))
         counts = counts_of(served)
-    finally:
-        served.close()
     recounts = [np.load(tmp_path / f"recount-{rank}.npy") for rank in range(2)]
     np.testing.assert_array_equal(counts, sum(recounts))
     if options.speculation is None:
@@ -82,11 +79,10 @@ def test_ranks_tell_every_routed_token_once(options: EngineOptions, tmp_path: Pa
 
 def test_a_restart_keeps_the_window(tmp_path: Path) -> None:
     path = tmp_path / "loads.npy"
-    served = Served(tiny(2, expert_parallel=True, restarts=RestartLimits(3), expert_load_out=path))
-    prompt = [5, 6, 7, 8]
-    every = replace(LONG, max_tokens=20)
-    per_request = [TOP_K * (len(prompt) + every.max_tokens - 1)] * (LAYERS - 1) + [TOP_K * every.max_tokens]
-    try:
+    with Served(tiny(2, expert_parallel=True, restarts=RestartLimits(3), expert_load_out=path)) as served:
+        prompt = [5, 6, 7, 8]
+        every = replace(LONG, max_tokens=20)
+        per_request = [TOP_K * (len(prompt) + every.max_tokens - 1)] * (LAYERS - 1) + [TOP_K * every.max_tokens]
         for number in (1, 2):
             served.run(tokens_of(served.client, f"r{number}", prompt, every))
             served.run(served.client.settle())
@@ -97,8 +93,6 @@ def test_a_restart_keeps_the_window(tmp_path: Path) -> None:
             assert served.run(wait_for(lambda: served.client.pause is not None))
             assert served.run(wait_for(lambda: served.client.pause is None))
         assert balance_of(served).window.steps == 2 * every.max_tokens
-    finally:
-        served.close()
     assert read_loads(path).sum(axis=(0, 2)).tolist() == [2 * count for count in per_request]
 
 
@@ -118,8 +112,5 @@ def test_an_llm_has_it_too(options: dict[str, Any], tmp_path: Path) -> None:
 
 def test_ranks_of_tensor_parallelism_share_the_experts() -> None:
     """Also without `enable_expert_parallel`. If they do not divide, that is no placement on one rank."""
-    served = Served(tiny(1, tensor_parallel_size=2))
-    try:
+    with Served(tiny(1, tensor_parallel_size=2)) as served:
         assert balance_of(served).placement == ExpertPlacement.default(LAYERS, EXPERTS, 2)
-    finally:
-        served.close()

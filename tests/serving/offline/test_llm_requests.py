@@ -14,7 +14,6 @@ from model_runner import RequestError
 from serving import LLM, CompletionOutput, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from serving.offline.outputs import Logprob
 from serving.offline.prompts import read_prompts
-from ubatch import ConfigError
 
 pytestmark = pytest.mark.long
 
@@ -254,13 +253,3 @@ def test_variables_of_the_template(llm: LLM) -> None:
     (not_thinking,) = llm.chat(USER, SamplingParams(max_tokens=1), chat_template_kwargs={"enable_thinking": False})
     assert str(not_thinking.prompt).endswith("<think>\n\n</think>\n\n")
     assert not str(thinking.prompt).endswith("<think>\n\n</think>\n\n")
-
-
-def test_without_a_tokenizer_outputs_have_tokens_alone() -> None:
-    options: Any = {"max_num_seqs": 1, "kv_cache_memory": "2M", "max_model_len": 64}
-    with LLM(TINY_CHAT, skip_tokenizer_init=True, **options) as llm:
-        (output,) = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(logprobs=0, max_tokens=2))
-        (table, _) = output.outputs[0].logprobs or ()
-        assert next(iter(table.values())).decoded_token is None
-        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-            llm.chat(USER)

@@ -350,23 +350,19 @@ async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> tup
     return text, count
 
 
-def test_async_llm_streaming(make_llm: MakeLLM, no_thread_leaks: None) -> None:
+async def test_async_llm_streaming(make_llm: MakeLLM, no_thread_leaks: None) -> None:
     """Also aborts, one output at the end, and the tokens that `LLM` has."""
-
-    async def main() -> None:
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(TINY_MOE), enforce_eager=True, **SMALL))
-        try:
-            streams = [stream_response(engine, prompt, f"stream-{i}") for i, prompt in enumerate(PROMPTS)]
-            told = await asyncio.gather(*streams)
-            whole = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95, seed=42, ignore_eos=True)
-            assert [text for text, _ in told] == texts(make_llm(TINY_MOE).generate(PROMPTS, whole))
-            assert max(count for _, count in told) > 3
-            await check_kinds_and_ends(engine)
-        finally:
-            engine.shutdown()
-        assert not engine.is_running
-
-    asyncio.run(main())
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(TINY_MOE), enforce_eager=True, **SMALL))
+    try:
+        streams = [stream_response(engine, prompt, f"stream-{i}") for i, prompt in enumerate(PROMPTS)]
+        told = await asyncio.gather(*streams)
+        whole = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95, seed=42, ignore_eos=True)
+        assert [text for text, _ in told] == texts(make_llm(TINY_MOE).generate(PROMPTS, whole))
+        assert max(count for _, count in told) > 3
+        await check_kinds_and_ends(engine)
+    finally:
+        engine.shutdown()
+    assert not engine.is_running
 
 
 async def check_kinds_and_ends(engine: AsyncLLM) -> None:
