@@ -362,18 +362,6 @@ def test_bench_speculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "speculation: 2 requests at once" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--model", "nowhere"], "nowhere: no config.json is there"),
-        (["--batches", "1", "9"], "--batches has 9, but --prompts is 8"),
-    ],
-)
-def test_wrong_calls_of_the_benchmark(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "speculation", *flags]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_census() -> None:
     busy = {"decode/engaged": 9, "target_verify/engaged": 8, "target_verify/peer_declined": 5}
     other = {"target_verify/below_decode_threshold": 3, "target_verify/engaged": 8, "target_verify/modes_differ": 1}

@@ -9,15 +9,13 @@ import pytest
 from fake_runner import Loop, make_loop, prompt_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from repository import TINY_MOE
 
 from model_runner import Step
 from model_runner.step.dp import make_offer
-from serving.options import resolve_keywords
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
 from serving.scheduler.request import shares_of
 from tests.support.shaped_steps import shaped_step
-from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig
+from ubatch import Decision, ForwardMode, UBatchConfig
 from ubatch.schedules.vote import decide
 
 pytestmark = pytest.mark.long
@@ -83,18 +81,6 @@ def test_a_step_without_decodes_is_not_limited() -> None:
         loop.add(f"r{number}", prompt_of(300, number), max_tokens=1)
     assert counts(loop.step()) == (0, 508)  # 300, and up to the end of a page
     assert counts(loop.step())[1] > 500
-
-
-def test_limits_that_cannot_work_are_refused() -> None:
-    name = "max_prefill_tokens_per_mixed_step"
-    for keywords, why in (
-        ({name: 8}, rf"{name} is 8, below --block-size \(16\)"),
-        ({name: 0}, f"{name}: "),
-        ({name: "auto", "prefill_first": True}, "no step is mixed"),
-        ({name: 64, "enable_chunked_prefill": False}, "cuts prompts, and enable_chunked_prefill forbids that"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            resolve_keywords(TINY_MOE, keywords)
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------
