@@ -74,7 +74,6 @@ def test_the_tokens_are_those_of_the_reference(llm: LLM, reference: list[tuple[i
             assert only.text == llm.tokenizer.decode(only.token_ids, skip_special_tokens=True)
     scored = outputs[4]
     assert [next(iter(each)) for each in scored.outputs[0].logprobs] == scored.outputs[0].token_ids
-    assert scored.prompt_logprobs is not None
     assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
     assert scored.prompt_logprobs[0] is None
 
@@ -269,7 +268,6 @@ def test_a_signal_handler_may_close_in_the_middle_of_a_call() -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: llm.close())
     try:
         engine = llm._engine
-        assert engine is not None
         run = engine.run
 
         def told(requests: list[RequestInput], on_output: Callable[[RequestOutput], bool]) -> None:
@@ -287,7 +285,6 @@ def test_a_signal_handler_may_close_in_the_middle_of_a_call() -> None:
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm._engine
-    assert engine is not None
     run = engine.run
 
     def interrupted(requests: list[RequestInput], on_output: object) -> None:

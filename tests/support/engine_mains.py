@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -200,6 +201,14 @@ async def wait_for(true: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     while not true() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     return true()
+
+
+async def kill_engine(client: EngineClient, number: int = signal.SIGKILL, rank: int = 0) -> None:
+    """Kill an engine, and wait until this is noticed."""
+    pid = client.pids[rank]
+    assert pid is not None
+    os.kill(pid, number)
+    assert await wait_for(lambda: client.pause is not None or client.dead is not None)
 
 
 def run_telling_engine(options: EngineOptions, rank: int, place: Place) -> None:

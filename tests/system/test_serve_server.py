@@ -68,15 +68,20 @@ async def test_draining_ends(
     assert client.num_outstanding == left
 
 
-def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any engine starts."""
+def give_template(monkeypatch: pytest.MonkeyPatch, made: Callable[[str], Any]) -> None:
+    """The tokenizer has another chat template, made of its own."""
 
-    def broken(model: Path, chat_template: str | None) -> Any:
+    def load(model: Path, chat_template: str | None) -> Any:
         tokenizer = load_tokenizer(model)
-        tokenizer.chat_template = "{% if %}"
+        tokenizer.chat_template = made(tokenizer.chat_template)
         return tokenizer
 
-    monkeypatch.setattr(server, "load_tokenizer", broken)
+    monkeypatch.setattr(server, "load_tokenizer", load)
+
+
+def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any engine starts."""
+    give_template(monkeypatch, lambda own: "{% if %}")
     monkeypatch.delattr(server.EngineClient, "start")
     monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(first=asyncio.Event()))
     with serve_of() as serve, pytest.raises(ConfigError, match="chat template"):
@@ -88,15 +93,10 @@ def test_the_chosen_one_of_named_templates_is_said(
 ) -> None:
     """A set without a default stops no server."""
 
-    def named(model: Path, chat_template: str | None) -> Any:
-        tokenizer = load_tokenizer(model)
-        tokenizer.chat_template = {"tool_use": tokenizer.chat_template, "rag": "{{ documents }}"}
-        return tokenizer
-
     async def start(options: object, *, engine_main: object) -> None:
         raise EngineDead("far enough")
 
-    monkeypatch.setattr(server, "load_tokenizer", named)
+    give_template(monkeypatch, lambda own: {"tool_use": own, "rag": "{{ documents }}"})
     monkeypatch.setattr(server.EngineClient, "start", start)
     monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(came=asyncio.Event()))
     with serve_of() as serve, caplog.at_level("INFO"), pytest.raises(EngineDead, match="far enough"):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_mains import started, tiny, tokens_of, two_nodes, wait_for
+from engine_mains import kill_engine, started, tiny, tokens_of, two_nodes, wait_for
 
 from model_runner import SamplingParams
 from moe import ExpertPlacement
@@ -48,8 +46,6 @@ def shuffled(placement: ExpertPlacement) -> ExpertPlacement:
 
 async def move_while_they_run(client: EngineClient) -> None:
     """Experts go to other slots while requests run: all get the tokens that they get before and after."""
-    assert client.balancer is not None
-    assert client.loads is not None
     first = await all_tokens(client, "a")
     running = asyncio.create_task(all_tokens(client, "b"))
     wanted = shuffled(client.loads.placement)
@@ -103,10 +99,7 @@ async def test_a_placement_outlives_the_engines() -> None:
     """An engine is killed while experts rest, and again while they move."""
 
     async def kill(rank: int) -> None:
-        pid = client.pids[rank]
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        assert await wait_for(lambda: client.pause is not None)
+        await kill_engine(client, rank=rank)
         assert await wait_for(lambda: client.pause is None)
 
     async with balanced(restarts=RestartLimits(3)) as client:

@@ -42,7 +42,6 @@ async def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, m
     monkeypatch.setattr(load_file, "EVERY_S", 0.02)
     path = tmp_path / "loads.json"
     book = LoadBook(ExpertPlacement.default(1, 2, 2), path)
-    assert book.file is not None
     file = book.file
 
     found = []
@@ -65,7 +64,6 @@ async def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, m
 def test_an_engine_without_a_loop_writes_as_it_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "loads.npy"
     book = LoadBook(ExpertPlacement.default(1, 2, 2), path)
-    assert book.file is not None
     book.add(0, 1, COUNTS)
     book.file.tick()
     assert not path.exists()
@@ -78,7 +76,6 @@ def test_a_file_that_cannot_be_written_is_told_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     book = LoadBook(ExpertPlacement.default(1, 2, 2), tmp_path / "gone" / "loads.npy")
-    assert book.file is not None
     book.add(0, 1, COUNTS)
     with caplog.at_level(logging.ERROR):
         book.file.write()

@@ -105,7 +105,6 @@ def test_an_engine_does_not_outlive_its_parent(when: str) -> None:
         cwd=SUPPORT,
         env={"PYTHONPATH": f"{ROOT}:{SUPPORT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )
-    assert parent.stdout is not None
     with parent, parent.stdout as out:
         engine = int(out.readline())
         assert is_alive(engine)

@@ -34,7 +34,6 @@ def impatient(options: EngineOptions, timeout_s: float = TIMEOUT_S) -> EngineOpt
 
 def stop(client: EngineClient, rank: int) -> int:
     pid = client.pids[rank]
-    assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     return pid
 

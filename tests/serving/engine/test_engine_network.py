@@ -106,11 +106,9 @@ def test_one_node_listens_on_loopback_only(without: tuple[list[list[int]], set[s
     assert without[1] == {"127.0.0.1"}
 
 
-def test_gloo_and_nccl_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_interface")
+def test_gloo_and_nccl_stay_on_loopback() -> None:
     """Also where the host's name resolves to another address, which gloo would take."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
-        monkeypatch.delenv(name)
     init_ranks(Run.open(dist.HashStore(), None), 0, tiny())
     dist.destroy_process_group()
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

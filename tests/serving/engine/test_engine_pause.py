@@ -50,7 +50,6 @@ class ScriptedLink(FakeLink):
             yield self._script.pop(0)[1]
 
     def _due(self) -> float:
-        assert self._begun is not None
         return self._begun + self._script[0][0]
 
 

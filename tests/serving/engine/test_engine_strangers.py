@@ -72,7 +72,6 @@ def as_nobody(*args: str) -> subprocess.Popen[str]:
 
 
 def told_by(stranger: subprocess.Popen[str]) -> dict[str, Any]:
-    assert stranger.stdout is not None
     told: dict[str, Any] = json.loads(stranger.stdout.readline())
     assert told["uid"] == NOBODY
     return told

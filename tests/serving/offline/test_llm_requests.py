@@ -185,7 +185,6 @@ def test_log_probabilities_are_tables_with_the_own_token_first(llm: LLM) -> None
     params = SamplingParams(temperature=1.5, seed=3, n=2, logprobs=2, prompt_logprobs=1, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate([65, 66, 67], params)
     for only in output.outputs:
-        assert only.logprobs is not None
         assert [next(iter(table)) for table in only.logprobs] == only.token_ids
         assert {len(table) for table in only.logprobs} <= {2, 3}
         own = [table[token] for token, table in zip(only.token_ids, only.logprobs, strict=True)]
@@ -193,7 +192,6 @@ def test_log_probabilities_are_tables_with_the_own_token_first(llm: LLM) -> None
         assert all(isinstance(each, Logprob) and each.decoded_token is not None for each in own)
         for table in only.logprobs:
             assert {1, 2} <= {each.rank for each in table.values()}
-    assert output.prompt_logprobs is not None
     first, *rest = output.prompt_logprobs
     assert first is None
     assert [next(iter(table)) for table in rest if table is not None] == [66, 67]

@@ -207,7 +207,6 @@ def test_llm_engine_example() -> None:
                 finished[request_output.request_id] = request_output
     assert list(finished) == ["0", "1", "2"]
     scored = finished["0"].outputs[0]
-    assert scored.logprobs is not None
     assert len(scored.logprobs) == len(scored.token_ids) == 16
     for token, table in zip(scored.token_ids, scored.logprobs, strict=True):
         assert next(iter(table)) == token
@@ -233,7 +232,6 @@ def test_metrics(make_llm: MakeLLM) -> None:
     assert isinstance(running, Gauge)
     assert (generated.value >= 16, running.value) == (True, 0)
     stats = output.metrics
-    assert stats is not None
     assert stats.num_generation_tokens == 16
     assert 0 < stats.first_token_ts < stats.last_token_ts
     assert 0 < stats.first_token_latency < 60
