@@ -201,17 +201,15 @@ class Machine:
         for _ in range(times):
             self.limit.see(self.decodes, 0, seconds)
 
-    def mixed(self, times: int, token_us: float, *, alone_s: float = 0.010) -> list[tuple[int, float]]:
-        """The prompt tokens of so many steps, and their times; where the limit is 0 there is a page nevertheless."""
-        steps = []
+    def mixed(self, times: int, token_us: float, *, alone_s: float = 0.010) -> None:
+        """So many steps; where the limit is 0 there is a page nevertheless."""
         for _ in range(times):
             tokens = self.limit.tokens() or PAGE
-            steps.append((tokens, alone_s + token_us * 1e-6 * tokens))
-            self.limit.see(self.decodes, *steps[-1])
-        return steps
+            self.limit.see(self.decodes, tokens, alone_s + token_us * 1e-6 * tokens)
 
     def obeys(self, times: int, token_us: float, late: Sequence[float] = ()) -> list[tuple[int, float]]:
-        """The same, but steps are of decodes alone where the limit is 0; the first of these take `late`."""
+        """The prompt tokens of so many steps, and their times: steps are of decodes alone where the limit is 0, and the
+        first of these take `late`."""
         steps, late = [], list(late)
         for _ in range(times):
             tokens = self.limit.tokens()
