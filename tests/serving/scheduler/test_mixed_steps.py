@@ -21,6 +21,7 @@ from ubatch.schedules.vote import decide
 pytestmark = pytest.mark.long
 
 PAGE = 16
+SIZES = {"num_blocks": 512, "block_size": PAGE, "max_model_len": 1024, "max_num_batched_tokens": 512}
 
 
 def counts(step: Step) -> tuple[int, int]:
@@ -31,14 +32,7 @@ def counts(step: Step) -> tuple[int, int]:
 
 def filled(limit: int | str | None, **config: object) -> Loop:
     """Four requests that decode, and prompts behind them."""
-    loop = make_loop(
-        num_blocks=512,
-        block_size=PAGE,
-        max_model_len=1024,
-        max_num_batched_tokens=512,
-        max_prefill_tokens_per_mixed_step=limit,
-        **config,  # type: ignore[arg-type]
-    )
+    loop = make_loop(**SIZES, max_prefill_tokens_per_mixed_step=limit, **config)  # type: ignore[arg-type]
     for number in range(4):
         loop.add(f"runs{number}", prompt_of(8, number), max_tokens=900, ignore_eos=True)
     loop.step()
@@ -70,13 +64,7 @@ def test_off_takes_what_there_is_room_for() -> None:
 
 
 def test_a_step_without_decodes_is_not_limited() -> None:
-    loop = make_loop(
-        num_blocks=512,
-        block_size=PAGE,
-        max_model_len=1024,
-        max_num_batched_tokens=512,
-        max_prefill_tokens_per_mixed_step=16,
-    )
+    loop = make_loop(**SIZES, max_prefill_tokens_per_mixed_step=16)
     for number in range(4):
         loop.add(f"r{number}", prompt_of(300, number), max_tokens=1)
     assert counts(loop.step()) == (0, 508)  # 300, and up to the end of a page
