@@ -4,7 +4,7 @@ they share the load of the experts, and how experts move."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 
 from moe.balance import LoadKind
 from serving.balance import Balancer, ExpertBalance
-from serving.metrics import Family
+from serving.engine.client import EngineClient
+from serving.metrics import FAMILIES, Family
 
 CACHE_SETTINGS = {
     "block_size": "block_size",
@@ -44,20 +45,7 @@ def show_cache(
     registry.register(_Read(info))
 
 
-class Restarted(Protocol):
-    """What `show_restarts` reads of an `EngineClient`."""
-
-    @property
-    def pause(self) -> object | None: ...
-    @property
-    def restarts(self) -> Mapping[str, int]: ...
-    @property
-    def resumed(self) -> int: ...
-    @property
-    def poisonous(self) -> int: ...
-
-
-def show_restarts(registry: CollectorRegistry, model_name: str, engines: Restarted) -> None:
+def show_restarts(registry: CollectorRegistry, model_name: str, engines: EngineClient) -> None:
     """Put the metrics of engines that are started again into a registry.
 
     Args:
@@ -65,28 +53,14 @@ def show_restarts(registry: CollectorRegistry, model_name: str, engines: Restart
     """
 
     def read() -> Iterator[Family]:
-        restarts = CounterMetricFamily(
-            "ubatch:engine_restarts",
-            "Times that failed engines were started again, by how one of them had failed.",
-            labels=["model_name", "reason"],
-        )
-        for reason, count in engines.restarts.items():
-            restarts.add_metric([model_name, reason], count)
-        paused = GaugeMetricFamily(
-            "ubatch:engines_paused", "1 while the engines are started again.", labels=["model_name"]
-        )
-        paused.add_metric([model_name], engines.pause is not None)
-        resumed = CounterMetricFamily(
-            "ubatch:requests_resumed", "Times that a request went on after a restart.", labels=["model_name"]
-        )
-        resumed.add_metric([model_name], engines.resumed)
-        poisonous = CounterMetricFamily(
-            "ubatch:requests_poisonous",
-            "Requests that were ended because they had killed an engine while they ran alone.",
-            labels=["model_name"],
-        )
-        poisonous.add_metric([model_name], engines.poisonous)
-        yield from (restarts, paused, resumed, poisonous)
+        text = "Times that failed engines were started again, by how one of them had failed."
+        yield _by_reason("ubatch:engine_restarts", text, model_name, engines.restarts)
+        text = "1 while the engines are started again."
+        yield _one("gauge", "ubatch:engines_paused", text, model_name, engines.pause is not None)
+        text = "Times that a request went on after a restart."
+        yield _one("counter", "ubatch:requests_resumed", text, model_name, engines.resumed)
+        text = "Requests that were ended because they had killed an engine while they ran alone."
+        yield _one("counter", "ubatch:requests_poisonous", text, model_name, engines.poisonous)
 
     registry.register(_Read(read))
 
@@ -111,7 +85,6 @@ def show_balance(registry: CollectorRegistry, model_name: str, balance: Callable
             "Tokens that a rank's experts computed in the last window of steps, all MoE layers together.",
             labels=["model_name", "kind", "rank"],
         )
-        steps = GaugeMetricFamily("ubatch:eplb_window_steps", "Steps in that window so far.", labels=["model_name"])
         found = balance()
         if found is None or found.placement.num_ranks == 1:
             return
@@ -121,8 +94,9 @@ def show_balance(registry: CollectorRegistry, model_name: str, balance: Callable
             evenness.add_metric([model_name, kind, "mean"], of_layers.mean())
             for rank, count in enumerate(found.rank_tokens(kind).sum(axis=0)):
                 tokens.add_metric([model_name, kind, str(rank)], count)
-        steps.add_metric([model_name], found.window.steps)
-        yield from (evenness, tokens, steps)
+        yield from (evenness, tokens)
+        text = "Steps in that window so far."
+        yield _one("gauge", "ubatch:eplb_window_steps", text, model_name, found.window.steps)
 
     registry.register(_Read(read))
 
@@ -135,30 +109,32 @@ def show_moves(registry: CollectorRegistry, model_name: str, balancer: Balancer)
     """
 
     def read() -> Iterator[Family]:
-        begun = CounterMetricFamily(
-            "ubatch:eplb_rearrangements", "Times that experts began to move, by why.", labels=["model_name", "reason"]
-        )
-        failed = CounterMetricFamily(
-            "ubatch:eplb_moves_failed",
-            "Times that moves were given up, or could not be planned, by why; the experts stay where they are.",
-            labels=["model_name", "reason"],
-        )
-        for family, counts in ((begun, balancer.rearrangements), (failed, balancer.failed)):
-            for reason, count in counts.items():
-                family.add_metric([model_name, reason], count)
-        layers = CounterMetricFamily(
-            "ubatch:eplb_layers_moved", "MoE layers that were switched, each time counted.", labels=["model_name"]
-        )
-        layers.add_metric([model_name], balancer.layers_moved)
-        moved = CounterMetricFamily(
-            "ubatch:eplb_bytes_moved", "Bytes of weights that ranks have sent each other.", labels=["model_name"]
-        )
-        moved.add_metric([model_name], balancer.bytes_moved)
-        moving = GaugeMetricFamily("ubatch:eplb_moving", "1 while experts move.", labels=["model_name"])
-        moving.add_metric([model_name], balancer.moving)
-        yield from (begun, failed, layers, moved, moving)
+        text = "Times that experts began to move, by why."
+        yield _by_reason("ubatch:eplb_rearrangements", text, model_name, balancer.rearrangements)
+        text = "Times that moves were given up, or could not be planned, by why; the experts stay where they are."
+        yield _by_reason("ubatch:eplb_moves_failed", text, model_name, balancer.failed)
+        text = "MoE layers that were switched, each time counted."
+        yield _one("counter", "ubatch:eplb_layers_moved", text, model_name, balancer.layers_moved)
+        text = "Bytes of weights that ranks have sent each other."
+        yield _one("counter", "ubatch:eplb_bytes_moved", text, model_name, balancer.bytes_moved)
+        yield _one("gauge", "ubatch:eplb_moving", "1 while experts move.", model_name, balancer.moving)
 
     registry.register(_Read(read))
+
+
+def _one(kind: str, name: str, text: str, model_name: str, value: float) -> Family:
+    """A metric that has the model's name as its only label."""
+    family = FAMILIES[kind](name, text, labels=["model_name"])
+    family.add_metric([model_name], value)
+    return family
+
+
+def _by_reason(name: str, text: str, model_name: str, counts: Mapping[str, int]) -> Family:
+    """A counter that has a reason as its label, too."""
+    family = CounterMetricFamily(name, text, labels=["model_name", "reason"])
+    for reason, count in counts.items():
+        family.add_metric([model_name, reason], count)
+    return family
 
 
 class _Read(Collector):

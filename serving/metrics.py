@@ -47,7 +47,7 @@ _OUTPUTS = (1, 2, 5, 10, 20)
 _TOKENS = _one_two_five(1_000_000)
 _ACCEPTED = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0)
 
-_FAMILIES: Mapping[str, type[Family]] = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+FAMILIES: Mapping[str, type[Family]] = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 
 def make_registry(model_name: str, statistics: Statistics) -> tuple[CollectorRegistry, RequestMetrics]:
@@ -123,7 +123,7 @@ class _Engines(Collector):
             yield self._family(metric, {rank: derive(totals) for rank, totals in ranks})
 
     def _family(self, metric: Metric, told: Mapping[int, Any]) -> Family:
-        family = _FAMILIES[metric.kind](metric.name, metric.text, labels=["model_name", "engine", *metric.labels])
+        family = FAMILIES[metric.kind](metric.name, metric.text, labels=["model_name", "engine", *metric.labels])
         for rank, value in told.items():
             for own, sample in _samples(metric, value):
                 family.add_metric([self._model_name, str(rank), *own], sample)

@@ -187,15 +187,20 @@ class EngineThread:
 
         async def run() -> None:
             try:
-                async with aclosing(self.client.generate(request)) as outputs:
-                    async for output in outputs:
-                        deliver(output)
+                await self._serve(request, deliver)
             except Exception as error:
                 deliver(error)
 
         if self._loop.is_closed():
             raise EngineDead("the engines were closed.")
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    async def _serve(self, request: RequestInput, deliver: Callable[[RequestOutput], bool | None]) -> None:
+        """Serve a request, until `deliver` returns False for an output."""
+        async with aclosing(self.client.generate(request)) as outputs:
+            async for output in outputs:
+                if deliver(output) is False:
+                    return
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the event loop's thread. An interrupt here cancels it, and waits until it has ended."""
@@ -278,13 +283,7 @@ class RankEngines(EngineThread):
         return self.call(self.client.stop_profile(folder))
 
     async def _run(self, requests: Sequence[RequestInput], on_output: OnOutput) -> None:
-        async def one(request: RequestInput) -> None:
-            async with aclosing(self.client.generate(request)) as outputs:
-                async for output in outputs:
-                    if not on_output(output):
-                        return
-
-        tasks = [asyncio.create_task(one(request)) for request in requests]
+        tasks = [asyncio.create_task(self._serve(request, on_output)) for request in requests]
         try:
             await asyncio.gather(*tasks)
             await self.client.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from serving.engine.prefixes import Prefixes
 from serving.engine.wire.messages import Outputs
@@ -15,6 +15,7 @@ _NEAR = 0.05
 """Ranks whose outstanding tokens differ by no more than this share are equally loaded."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestStream:
     """The outputs of one request, queued for the caller that waits for them.
 
@@ -28,22 +29,16 @@ class RequestStream:
         was_sent: an engine has had it before.
     """
 
-    __slots__ = (
-        *("_changed", "_error", "_outputs", "_prompt_left"),
-        *("number", "outstanding", "rank", "request", "tokens", "was_sent"),
-    )
-
-    def __init__(self, request: RequestInput) -> None:
-        self.request = request
-        self.rank: int | None = None
-        self.number = 0
-        self.outstanding = 0
-        self.tokens: list[int] = []
-        self.was_sent = False
-        self._prompt_left = 0
-        self._outputs: list[RequestOutput] = []
-        self._error: Callable[[], UBatchError] | None = None
-        self._changed = asyncio.Event()
+    request: RequestInput
+    rank: int | None = None
+    number: int = 0
+    outstanding: int = 0
+    tokens: list[int] = field(default_factory=list)
+    was_sent: bool = False
+    _prompt_left: int = 0
+    _outputs: list[RequestOutput] = field(default_factory=list)
+    _error: Callable[[], UBatchError] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def input(self) -> RequestInput:

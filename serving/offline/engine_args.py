@@ -196,12 +196,11 @@ class EngineArgs:
 
     def given(self) -> dict[str, Any]:
         """The options whose values are not the defaults, and `model`."""
-        values = {name: getattr(self, name) for name, _, _ in _typed_fields()}
         return {
-            name: values[name]
+            name: value
             for name, default, _ in _typed_fields()
-            if not (values[name] is None or (type(values[name]) is type(default) and values[name] == default))
-            or (values[name] is None and name == "seed")
+            if ((value := getattr(self, name)) is not None or name == "seed")
+            and not (type(value) is type(default) and value == default)
         }
 
 

@@ -21,7 +21,7 @@ from serving.generation_config import request_defaults
 from serving.offline.jobs import Job, RunningOutput
 from serving.offline.options import FrontOptions
 from serving.offline.prompts import Prompt, ReadPrompt, read_prompt
-from serving.offline.sampling_params import NO_LIMIT, RequestOutputKind, SamplingParams
+from serving.offline.sampling_params import NO_LIMIT, SamplingParams
 from serving.requests import RequestInput
 from serving.structured import GrammarChecks, StructuredOutputsParams
 from serving.text.bad_words import bad_token_sequences
@@ -217,11 +217,9 @@ class Front:
             stopping = given is not None and bool(given.stop)
             text = self._text(token_ids, given, params)
             outputs.append(RunningOutput(index, request, text, not (stopping or streams), self._silent_stop(params)))
-        kind = RequestOutputKind.CUMULATIVE if given is None else given.output_kind
-        interval = 1 if given is None else given.stream_interval or 1
         job = Job(request_id, prompt.text, token_ids, outputs, self._vocabulary)
-        if streams:
-            job.kind, job.interval = kind, interval
+        if streams and given is not None:
+            job.kind, job.interval = given.output_kind, given.stream_interval or 1
         return job
 
     def streamed_job(

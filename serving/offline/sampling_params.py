@@ -188,12 +188,14 @@ class SamplingParams:
             if rule.matters(getattr(self, name)):
                 raise RequestError(f"{name} is not supported: {rule.why}.", param=name)
         for name in _SWITCHES:
-            _switch(name, getattr(self, name))
+            if not isinstance(given := getattr(self, name), bool):
+                raise _wrong(name, "True or False", given)
         self._check_form()
         self._check_words()
         self.n = _integer("n", self.n, 1, MAX_OUTPUTS)
         self.seed = None if self.seed == -1 and type(self.seed) is int else self.seed
-        self.logprobs, self.prompt_logprobs = _count(self.logprobs), _count(self.prompt_logprobs)
+        counts = self.logprobs, self.prompt_logprobs
+        self.logprobs, self.prompt_logprobs = (1 if each is True else each for each in counts)  # as in vLLM
         self.skip_reading_prefix_cache = bool(self.skip_reading_prefix_cache)
         if self.stream_interval is not None:
             self.stream_interval = _integer("stream_interval", self.stream_interval, 1)
@@ -264,16 +266,6 @@ class SamplingParams:
             if getattr(self, each.name) not in (each.default, [])
         ]
         return f"SamplingParams({', '.join(shown_fields)})"
-
-
-def _count(given: Any) -> Any:
-    """A number of log-probabilities; as in vLLM, True is 1."""
-    return 1 if given is True else given
-
-
-def _switch(name: str, given: Any) -> None:
-    if not isinstance(given, bool):
-        raise _wrong(name, "True or False", given)
 
 
 def _integer(name: str, given: Any, least: int, most: int | None = None) -> int:

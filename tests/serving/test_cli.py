@@ -22,7 +22,7 @@ from model_runner import RandomDeepseekV3, make_random_checkpoint
 from serving.arguments.fields import Group, WrongValue
 from serving.cli import COMMANDS, main
 from serving.progress import progress
-from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, ratio_of_sums
+from serving.workbench.bench.statistics import bootstrap, paired, ratio_of_sums
 from serving.workbench.bench.step_setting import StepOptions, model_folder
 from ubatch import SCHEDULES, __version__
 
@@ -118,24 +118,17 @@ WRONG = [
     ("simulate", "--ep", "0"),
     ("simulate", "--skew", "nan"),
     ("simulate", "--mode", "decoding"),
-    ("simulate", "--measured", "nowhere.json"),
     ("simulate", "--model", "nowhere"),
     ("bench", "abuse"),
     ("bench", "faults"),
     ("bench", "faults", "nowhere"),
-    ("bench", "faults", TINY, "--only", "everything"),
     ("bench", "abuse", "nowhere"),
     ("bench", "auto", "nowhere"),
     ("bench", "fairness", "nowhere", "--streams", "0"),
-    ("bench", "fairness", "nowhere"),
     ("bench", "speculation", "--model", "nowhere"),
     ("bench", "speculation", "--batches", "0"),
     ("bench", "engine", "--only", "everything"),
-    ("bench", "peers", TINY),
     ("bench", "peers", "nowhere", "--vllm", sys.executable),
-    ("bench", "peers", TINY, "--vllm", "nowhere/bin/python"),
-    ("bench", "peers", TINY, "--vllm", sys.executable, "--first-input-len", "100000"),
-    ("bench", "peers", TINY, "--transformers", sys.executable, "--only", "served"),
     ("bench", "overlap", "--schedule", "mlp"),
     ("bench", "overlap", "--all2all-backend", "mpi"),
     ("bench", "overlap", "--ratios", "half"),
@@ -291,15 +284,3 @@ def test_bootstrap_and_pairs() -> None:
     ratio = ratio_of_sums([1.0, 9.0, 2.0], [1.0, 3.0, 1.0])
     assert ratio.median == 2.4
     assert 1.0 <= ratio.low <= 2.4 <= ratio.high <= 3.0
-
-
-def test_arms_run_forwards_then_backwards() -> None:
-    calls: list[str] = []
-
-    def arm(name: str) -> float:
-        calls.append(name)
-        return float(len(calls))
-
-    arms = interleave_arms({"a": lambda: arm("a"), "b": lambda: arm("b")}, 2, show=False)
-    assert "".join(calls) == "ab" + "abba" * 2
-    assert arms == {"a": [(3 + 6) / 2, (7 + 10) / 2], "b": [(4 + 5) / 2, (8 + 9) / 2]}

@@ -74,7 +74,6 @@ def test_the_tokens_are_those_of_the_reference(llm: LLM, reference: list[tuple[i
             assert only.text == llm.tokenizer.decode(only.token_ids, skip_special_tokens=True)
     scored = outputs[4]
     assert [next(iter(each)) for each in scored.outputs[0].logprobs] == scored.outputs[0].token_ids
-    assert scored.prompt_logprobs is not None
     assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
     assert scored.prompt_logprobs[0] is None
 
@@ -158,26 +157,18 @@ TOO_MANY_BAD = SamplingParams(bad_token_sequences=tuple((n,) for n in range(256)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "keywords", "why"),
+    ("prompts", "params", "why"),
     [
-        ("a\ud800", {}, "surrogate"),
-        ([1, 2.5], {}, r"a list of token ids, not \[1, 2\.5\]"),
-        ("a", {"sampling_params": {"max_tokens": 1}}, "must be SamplingParams, or one each, not a str"),
-        ([[1, 2], [3]], {"sampling_params": [ONE] * 3}, "3 sampling parameters for 2 prompts"),
-        ([[1, 2], [9999]], {}, "vocabulary"),
-        ("a", {"sampling_params": SamplingParams(allowed_token_ids=(0,), min_tokens=1)}, "leaves no token"),
-        (
-            "a",
-            {"sampling_params": SamplingParams(allowed_token_ids=(2048,))},
-            r"allowed_token_ids.* has token 2048; the vocabulary is 0 to 2047",
-        ),
+        ([[1, 2], [9999]], ONE, "vocabulary"),
+        ("a", SamplingParams(allowed_token_ids=(0,), min_tokens=1), "leaves no token"),
+        ("a", SamplingParams(allowed_token_ids=(2048,)), r"allowed_token_ids.* has token 2048; the vocabulary is"),
     ],
 )
 def test_what_cannot_be_served_is_refused_and_leaves_nothing_behind(
-    llm: LLM, prompts: Any, keywords: dict[str, Any], why: str
+    llm: LLM, prompts: Any, params: SamplingParams, why: str
 ) -> None:
     with pytest.raises(RequestError, match=why):
-        llm.generate(prompts, **keywords)
+        llm.generate(prompts, params)
     statistics = llm.statistics[0]
     assert (statistics.num_running, statistics.num_waiting, statistics.kv_usage) == (0, 0, 0)
     assert len(llm.generate([[1, 2], [3]], ONE)) == 2
@@ -261,22 +252,6 @@ def test_a_stop_token_is_the_last_token_and_no_text(llm: LLM, reference: list[tu
     assert only.text == llm.tokenizer.decode(only.token_ids[:-1])
 
 
-def test_prompts_come_as_text_as_tokens_or_many(llm: LLM) -> None:
-    assert len(llm.generate("a", ONE)) == 1
-    assert len(llm.generate([1, 2], ONE)) == 1
-    assert [output.prompt for output in llm.generate([[1, 2], [3]], ONE)] == [None, None]
-    assert llm.generate([]) == []
-    assert tokens(llm.generate([torch.tensor([1, 2])], ONE)) == tokens(llm.generate([1, 2], ONE))  # type: ignore[list-item]
-
-
-def test_shared_prompts_come_from_the_cache(llm: LLM) -> None:
-    prompt = list(range(100, 164))
-    first = llm.generate(prompt, SamplingParams(max_tokens=4))[0]
-    second = llm.generate(prompt, SamplingParams(max_tokens=4))[0]
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
-    assert first.outputs == second.outputs
-
-
 @pytest.mark.slow
 def test_threads_that_generate_at_the_same_time_get_what_they_get_alone(
     llm: LLM, reference: list[tuple[int, ...]]
@@ -293,7 +268,6 @@ def test_a_signal_handler_may_close_in_the_middle_of_a_call() -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: llm.close())
     try:
         engine = llm._engine
-        assert engine is not None
         run = engine.run
 
         def told(requests: list[RequestInput], on_output: Callable[[RequestOutput], bool]) -> None:
@@ -311,7 +285,6 @@ def test_a_signal_handler_may_close_in_the_middle_of_a_call() -> None:
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm._engine
-    assert engine is not None
     run = engine.run
 
     def interrupted(requests: list[RequestInput], on_output: object) -> None:
@@ -339,29 +312,20 @@ def test_a_profile_beside_an_earlier_one_leaves_it(llm: LLM, tmp_path: Path) -> 
     assert len(written) == 2
 
 
-@pytest.mark.parametrize(
-    ("model", "option", "why"),
-    [
-        (TINY_MOE, {"max_num_seq": 3}, "max_num_seqs"),
-        ("/nowhere", {}, "nowhere"),
-        (TINY_MOE, {"enable_expert_parallel": True}, "expert"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_loaded(model: Any, option: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        LLM(model, **option)
-
-
 def test_without_a_tokenizer_tokens_go_in_and_out() -> None:
     with LLM(TINY_MOE, skip_tokenizer_init=True, **SMALL) as llm:
         only = llm.generate([1, 2, 3])[0].outputs[0]
         assert len(only.token_ids) == 16
         assert only.text == ""
+        (scored,) = llm.generate([1, 2, 3], UserParams(logprobs=0, max_tokens=1))
+        (table,) = scored.outputs[0].logprobs or ()
+        assert next(iter(table.values())).decoded_token is None
         for prompt, params in (("text", None), ([1], UserParams(stop="x")), ([1], UserParams(bad_words="x"))):
             with pytest.raises(ConfigError, match="skip_tokenizer_init"):
                 llm.generate(prompt, params)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-            llm.get_tokenizer()
+        for call in (llm.get_tokenizer, lambda: llm.chat([{"role": "user", "content": "a"}])):
+            with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+                call()
     with pytest.raises(UBatchError, match="closed"):
         llm.generate([1])
 

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import platform
 import signal
-import sys
 import threading
 import time
 from unittest.mock import Mock
@@ -20,14 +19,6 @@ from serving import processes
 from serving.processes import check_parent, how_it_ended, is_dead, kill, process_state
 
 SPAWN = multiprocessing.get_context("spawn")
-
-
-@pytest.mark.parametrize(("status", "told"), [(0, "died with exit status 0"), (7, "died with exit status 7")])
-def test_an_exit_is_told_with_its_status(status: int, told: str) -> None:
-    process = SPAWN.Process(target=sys.exit, args=(status,))
-    process.start()
-    process.join()
-    assert how_it_ended(process) == told
 
 
 def test_those_that_run_are_killed_and_that_is_told() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -133,33 +133,19 @@ def test_tuning_on_gpus_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_compile_workers_are_as_many_as_cores_may_be_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    class Pool:
-        def __init__(self, workers: int, _: str) -> None:
-            sizes.append(workers)
-
-        def __enter__(self) -> Pool:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def map(self, work: Callable[[Any], Any], items: Any) -> list[Any]:
-            return [work(item) for item in items]
-
-    monkeypatch.setattr("ubatch.kernels.autotuner.ThreadPoolExecutor", Pool)
+    made = MagicMock()
+    monkeypatch.setattr("ubatch.kernels.autotuner.ThreadPoolExecutor", made)
     machine.allowed = {7, 8}
     _prepare(list(range(50)), lambda _: None, torch.device("cpu"))
-    assert sizes == [3]
+    assert made.call_args.args[0] == 3
     assert ubatch.process.cores.num_cores() == 2
 
 
 def test_nothing_else_asks_for_all_cores_of_the_machine() -> None:
-    root = ROOT
     files = [
         path
         for folder in ("ubatch", "moe", "attention", "model_runner", "serving", "benchmarks", "examples")
-        for path in (root / folder).rglob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
     ]
-    asking = [path.relative_to(root).as_posix() for path in files if "cpu_count" in path.read_text()]
+    asking = [path.relative_to(ROOT).as_posix() for path in files if "cpu_count" in path.read_text()]
     assert asking == ["ubatch/process/cores.py"]

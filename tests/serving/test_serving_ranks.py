@@ -82,6 +82,7 @@ def test_ranks_listen_on_loopback_only() -> None:
     assert run_ranks(listening, 2) == {"127.0.0.1"}
 
 
+@pytest.mark.usefixtures("no_interface")
 @pytest.mark.parametrize(
     ("local", "rank", "interface", "warnings"), [("2", "0", "lo", 0), ("1", "0", None, 1), ("1", "1", None, 0)]
 )
@@ -95,9 +96,6 @@ def test_launched_on_several_machines_one_rank_warns(
 ) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", local)):
         monkeypatch.setenv(name, value)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
-        monkeypatch.delenv(name)
     serving.ranks._choose_launched_interface()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
     assert sum("not authenticated" in each.getMessage() for each in caplog.records) == warnings

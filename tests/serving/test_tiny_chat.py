@@ -32,9 +32,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def template(tokenizer: Any) -> ChatTemplate:
-    found = check_chat_template(tokenizer, TINY_CHAT)
-    assert found is not None
-    return found
+    return check_chat_template(tokenizer, TINY_CHAT)
 
 
 @pytest.fixture(scope="module")

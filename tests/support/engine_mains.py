@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -202,6 +203,14 @@ async def wait_for(true: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     return true()
 
 
+async def kill_engine(client: EngineClient, number: int = signal.SIGKILL, rank: int = 0) -> None:
+    """Kill an engine, and wait until this is noticed."""
+    pid = client.pids[rank]
+    assert pid is not None
+    os.kill(pid, number)
+    assert await wait_for(lambda: client.pause is not None or client.dead is not None)
+
+
 def run_telling_engine(options: EngineOptions, rank: int, place: Place) -> None:
     """Write to the run's profiles' folder whether the rank has attached the model of an earlier process."""
     make_runner = process.make_runner
@@ -229,14 +238,21 @@ def engine_of_rank(rank: int) -> int:
 
 
 @asynccontextmanager
+async def started(options: EngineOptions, main: EngineMain = run_engine) -> AsyncIterator[EngineClient]:
+    """Engines that end with the block; their client."""
+    client = await EngineClient.start(options, engine_main=main)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
 async def two_nodes(
     main: EngineMain = run_engine, **options: Any
 ) -> AsyncIterator[tuple[EngineClient, asyncio.Task[int]]]:
     """A run of two ranks on two nodes, both on this machine: node 0's client, and node 1's exit status to come."""
     both = {"nnodes": 2, "master_port": free_port(), **options}
     node = asyncio.create_task(asyncio.to_thread(run_node, tiny(2, node_rank=1, **both), engine_main=main))
-    client = await EngineClient.start(tiny(2, **both), engine_main=main)
-    try:
+    async with started(tiny(2, **both), main) as client:
         yield client, node
-    finally:
-        await client.close()

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from engine_mains import tiny, tokens_of, wait_for
 
@@ -56,7 +56,10 @@ class Served:
 
         return await wait_for(nothing_runs)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.run(self.client.close())
         self._runner.close()
 

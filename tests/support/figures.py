@@ -21,6 +21,7 @@ __all__ = [
     "RESULTS",
     "Figures",
     "as_table",
+    "check_rows",
     "interval",
     "results",
     "table_below",
@@ -57,6 +58,15 @@ def table_below(heading: str, document: Path = MEASURED) -> list[list[str]]:
 def as_table(rows: list[list[str]]) -> str:
     """What to put into the document where it differs."""
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def check_rows(shown: list[list[str]], expected: Mapping[str, str]) -> None:
+    """Every row begins with a label, and has its figure in the last cell; where they differ, what to put there."""
+    labels = [next((label for label in expected if row[0].startswith(label)), None) for row in shown]
+    assert sorted(map(str, labels)) == sorted(expected), "a row of no figure, or a figure without its row"
+    right = [[*row[:-1], expected[str(label)]] for row, label in zip(shown, labels, strict=True)]
+    wrong = [row for row, own in zip(right, shown, strict=True) if row != own]
+    assert not wrong, as_table(wrong)
 
 
 class Figures(dict[str, Any]):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from figures import FIGURE, GPU, MEASURED, README, Figures, as_table, table_below
+from figures import FIGURE, GPU, MEASURED, README, Figures, check_rows, table_below
 
 pytestmark = pytest.mark.long
 
@@ -178,17 +178,7 @@ GPU_ROWS: Mapping[str, str] = {
 
 
 def test_every_row_of_the_page_of_figures_is_that_of_a_file() -> None:
-    """Where they differ, put these in."""
-    expected = written(ROWS)
-    shown = table_below("| what | measured |")
-    labels = [next((label for label in expected if row[0].startswith(label)), None) for row in shown]
-    assert sorted(map(str, labels)) == sorted(expected), "a row of no file, or a figure without its row"
-    wrong = [
-        [row[0], expected[label]]
-        for row, label in zip(shown, labels, strict=True)
-        if label is not None and row[1] != expected[label]
-    ]
-    assert not wrong, as_table(wrong)
+    check_rows(table_below("| what | measured |"), written(ROWS))
 
 
 def written(rows: Mapping[str, str]) -> dict[str, str]:

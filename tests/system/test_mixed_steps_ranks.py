@@ -25,11 +25,6 @@ def generate(
         return tokens, dict(llm.statistics[0].steps)
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[tuple[int, ...]]:
-    return generate()[0]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(140)
 def test_mixed_steps_above_the_threshold_overlap_and_smaller_ones_do_not() -> None:
@@ -49,20 +44,10 @@ def test_mixed_steps_above_the_threshold_overlap_and_smaller_ones_do_not() -> No
 
 @pytest.mark.timeout(140)
 @pytest.mark.slow
-def test_tensor_parallel_ranks_follow_the_same_times(expected: list[tuple[int, ...]]) -> None:
-    """Each has a clock of its own; where they planned other steps, the engine would stop."""
-    tokens, steps = generate(
-        tensor_parallel_size=2, enable_expert_parallel=True, max_prefill_tokens_per_mixed_step="auto"
-    )
-    assert tokens == expected
-    assert sum(count for kind, count in steps.items() if kind.startswith("mixed/")) > 10, steps
-
-
-@pytest.mark.timeout(140)
-@pytest.mark.slow
-def test_auto_on_data_parallel_ranks_gives_the_same_tokens(expected: list[tuple[int, ...]]) -> None:
-    tokens, steps = generate(
-        data_parallel_size=2, enable_expert_parallel=True, max_prefill_tokens_per_mixed_step="auto"
-    )
-    assert tokens == expected
-    assert sum(count for kind, count in steps.items() if kind.startswith("mixed/")) > 5, steps
+@pytest.mark.parametrize(("ranks", "fewest"), [("tensor_parallel_size", 10), ("data_parallel_size", 5)])
+def test_auto_on_ranks_gives_the_same_tokens(ranks: str, fewest: int) -> None:
+    """Each has a clock of its own; where tensor-parallel ones planned other steps, the engine would stop."""
+    own: dict[str, Any] = {ranks: 2, "enable_expert_parallel": True, "max_prefill_tokens_per_mixed_step": "auto"}
+    tokens, steps = generate(**own)
+    assert tokens == generate()[0]
+    assert sum(count for kind, count in steps.items() if kind.startswith("mixed/")) > fewest, steps

@@ -23,10 +23,6 @@ from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError
 
 
-class FakeClient:
-    num_outstanding = 1
-
-
 @contextmanager
 def serve_of(**keywords: Any) -> Iterator[_Serve]:
     """A server that has a socket, and has started nothing."""
@@ -35,45 +31,15 @@ def serve_of(**keywords: Any) -> Iterator[_Serve]:
         yield _Serve(Command(settings, to_engine_options(settings), False, ()), listener, 1024)
 
 
-def drain(happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], drain_timeout_s: float) -> FakeClient:
-    """Drain a server with one request, while something happens a moment later."""
-    client = FakeClient()
-    second: list[int] = []
-
-    async def run() -> None:
-        service: Any = SimpleNamespace(draining=False)
-        stop = _Stop(second.append)
-        died: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait_for(stop.came.wait(), 30)
-        with serve_of(drain_timeout_s=drain_timeout_s) as serve:
-            asyncio.get_running_loop().call_later(0.05, happens, client, stop, died)
-            fake: Any = client
-            task: Any = died
-            await asyncio.wait_for(serve._drain(fake, service, stop, task), 30)
-            assert service.draining
-            signal.raise_signal(signal.SIGINT)
-            await asyncio.sleep(0.01)
-            assert second == [signal.SIGINT]
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        asyncio.run(run())
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return client
-
-
-def finish(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
+def finish(client: Any, died: asyncio.Future[Any]) -> None:
     client.num_outstanding = 0
 
 
-def die(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
+def die(client: Any, died: asyncio.Future[Any]) -> None:
     died.set_result(EngineDead("rank 0 was killed."))
 
 
-def nothing(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
+def nothing(client: Any, died: asyncio.Future[Any]) -> None:
     pass
 
 
@@ -81,21 +47,41 @@ def nothing(client: FakeClient, stop: _Stop, died: asyncio.Future[Any]) -> None:
     ("happens", "drain_timeout_s", "left"),
     [(finish, 600.0, 0), (die, 600.0, 1), (nothing, 0.1, 1)],
 )
-def test_draining_ends(
-    happens: Callable[[FakeClient, _Stop, asyncio.Future[Any]], None], drain_timeout_s: float, left: int
+async def test_draining_ends(
+    happens: Callable[[Any, asyncio.Future[Any]], None], drain_timeout_s: float, left: int, signals_back: None
 ) -> None:
-    assert drain(happens, drain_timeout_s).num_outstanding == left
+    """A server with one request, while something happens a moment later."""
+    client: Any = SimpleNamespace(num_outstanding=1)
+    service: Any = SimpleNamespace(draining=False)
+    second: list[int] = []
+    stop = _Stop(second.append)
+    died: Any = asyncio.get_running_loop().create_future()
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.wait_for(stop.came.wait(), 30)
+    with serve_of(drain_timeout_s=drain_timeout_s) as serve:
+        asyncio.get_running_loop().call_later(0.05, happens, client, died)
+        await asyncio.wait_for(serve._drain(client, service, stop, died), 30)
+    assert service.draining
+    signal.raise_signal(signal.SIGINT)
+    await asyncio.sleep(0.01)
+    assert second == [signal.SIGINT]
+    assert client.num_outstanding == left
+
+
+def give_template(monkeypatch: pytest.MonkeyPatch, made: Callable[[str], Any]) -> None:
+    """The tokenizer has another chat template, made of its own."""
+
+    def load(model: Path, chat_template: str | None) -> Any:
+        tokenizer = load_tokenizer(model)
+        tokenizer.chat_template = made(tokenizer.chat_template)
+        return tokenizer
+
+    monkeypatch.setattr(server, "load_tokenizer", load)
 
 
 def test_a_broken_chat_template_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any engine starts."""
-
-    def broken(model: Path, chat_template: str | None) -> Any:
-        tokenizer = load_tokenizer(model)
-        tokenizer.chat_template = "{% if %}"
-        return tokenizer
-
-    monkeypatch.setattr(server, "load_tokenizer", broken)
+    give_template(monkeypatch, lambda own: "{% if %}")
     monkeypatch.delattr(server.EngineClient, "start")
     monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(first=asyncio.Event()))
     with serve_of() as serve, pytest.raises(ConfigError, match="chat template"):
@@ -107,15 +93,10 @@ def test_the_chosen_one_of_named_templates_is_said(
 ) -> None:
     """A set without a default stops no server."""
 
-    def named(model: Path, chat_template: str | None) -> Any:
-        tokenizer = load_tokenizer(model)
-        tokenizer.chat_template = {"tool_use": tokenizer.chat_template, "rag": "{{ documents }}"}
-        return tokenizer
-
     async def start(options: object, *, engine_main: object) -> None:
         raise EngineDead("far enough")
 
-    monkeypatch.setattr(server, "load_tokenizer", named)
+    give_template(monkeypatch, lambda own: {"tool_use": own, "rag": "{{ documents }}"})
     monkeypatch.setattr(server.EngineClient, "start", start)
     monkeypatch.setattr(server, "_Stop", lambda _: SimpleNamespace(came=asyncio.Event()))
     with serve_of() as serve, caplog.at_level("INFO"), pytest.raises(EngineDead, match="far enough"):
@@ -123,7 +104,7 @@ def test_the_chosen_one_of_named_templates_is_said(
     assert "chat template tool_use" in caplog.text
 
 
-def test_work_is_called_off_and_waited_for() -> None:
+async def test_work_is_called_off_and_waited_for() -> None:
     ended: list[str] = []
 
     async def work(after_s: float = 0.05) -> str:
@@ -133,15 +114,12 @@ def test_work_is_called_off_and_waited_for() -> None:
         finally:
             ended.append("work")
 
-    async def run() -> None:
-        event = asyncio.Event()
-        assert await _unless(event, work()) == "done"
-        event.set()
-        assert await _unless(event, work()) is None
-        assert ended == ["work", "work"]
-        event.clear()
-        asyncio.get_running_loop().call_later(0.01, event.set)
-        assert await _unless(event, work(after_s=60)) is None
-        assert ended == ["work", "work", "work"]
-
-    asyncio.run(run())
+    event = asyncio.Event()
+    assert await _unless(event, work()) == "done"
+    event.set()
+    assert await _unless(event, work()) is None
+    assert ended == ["work", "work"]
+    event.clear()
+    asyncio.get_running_loop().call_later(0.01, event.set)
+    assert await _unless(event, work(after_s=60)) is None
+    assert ended == ["work", "work", "work"]

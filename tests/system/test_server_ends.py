@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from children import exit_code, in_child
-from engine_mains import is_alive, tiny, wait_for, wait_until
+from engine_mains import is_alive, started, tiny, wait_for, wait_until
 from forked import AsSpawned
 from repository import TINY_MOE
 
@@ -110,21 +110,16 @@ def test_a_node_that_waits_for_node_0_can_be_ended(number: signal.Signals) -> No
     assert exit_code(child) == -number
 
 
-def test_a_node_that_is_told_to_end_says_so() -> None:
+async def test_a_node_that_is_told_to_end_says_so() -> None:
     port = free_port()
     node = in_child(lambda: os._exit(run_node(tiny(2, nnodes=2, node_rank=1, master_port=port))))
 
-    async def scenario() -> None:
-        client = await EngineClient.start(tiny(2, nnodes=2, master_port=port))
-        try:
-            os.kill(node, signal.SIGTERM)
-            assert await wait_for(lambda: client.dead is not None)
-            assert isinstance(client.dead, EngineDead)
-            assert str(client.dead) == "rank 1 is lost: node 1 was told to end (SIGTERM)."
-        finally:
-            await client.close()
+    async with started(tiny(2, nnodes=2, master_port=port)) as client:
+        os.kill(node, signal.SIGTERM)
+        assert await wait_for(lambda: client.dead is not None)
+        assert isinstance(client.dead, EngineDead)
+        assert str(client.dead) == "rank 1 is lost: node 1 was told to end (SIGTERM)."
 
-    asyncio.run(scenario())
     assert exit_code(node) == 128 + signal.SIGTERM
 
 
@@ -133,7 +128,7 @@ def serve_with_few_descriptors(*words: str) -> None:
     sys.exit(main(["serve", *words]))
 
 
-def test_a_node_that_is_told_to_end_while_it_starts_says_so() -> None:
+async def test_a_node_that_is_told_to_end_while_it_starts_says_so() -> None:
     port = free_port()
 
     def body() -> None:
@@ -147,14 +142,12 @@ def test_a_node_that_is_told_to_end_while_it_starts_says_so() -> None:
 
     node = in_child(body)
 
-    async def scenario() -> None:
-        starting = asyncio.create_task(EngineClient.start(tiny(2, nnodes=2, master_port=port)))
-        assert await wait_for(lambda: not ended_by(node, signal.SIGTERM))
-        os.kill(node, signal.SIGTERM)
-        with pytest.raises(EngineDead, match=r"rank 1 is lost: node 1 was told to end \(SIGTERM\)"):
-            await starting
+    starting = asyncio.create_task(EngineClient.start(tiny(2, nnodes=2, master_port=port)))
+    assert await wait_for(lambda: not ended_by(node, signal.SIGTERM))
+    os.kill(node, signal.SIGTERM)
+    with pytest.raises(EngineDead, match=r"rank 1 is lost: node 1 was told to end \(SIGTERM\)"):
+        await starting
 
-    asyncio.run(scenario())
     assert exit_code(node) == 128 + signal.SIGTERM
 
 

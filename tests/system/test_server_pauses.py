@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from serving.options import Command, resolve_settings, to_engine_options
 from serving.options.sources import read_keywords
 from serving.requests import EngineDead
 from serving.server import _Serve, _Stop
+
+pytestmark = pytest.mark.usefixtures("signals_back")
 
 BODY = {"prompt": "a", "max_tokens": 3, "stream": True}
 PAUSE = Pause("rank 0 was killed by SIGKILL.", 0.0, 10.0)
@@ -47,26 +50,14 @@ class Client(FakeEngine):
 
     def serve(self) -> None:
         """The engines are back."""
-        assert self.hold is not None
         self.pause = None
         self.hold.set()
 
     def die(self) -> None:
         """They are not."""
         self.pause, self.dead = None, EngineDead("rank 0 was killed by SIGKILL.")
-        assert self.hold is not None
         self.hold.set()
         self.died.set_result(self.dead)
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    """A server handles both; the tests' process has them back."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 class Running:
@@ -77,20 +68,23 @@ class Running:
         self.stop = _Stop(lambda _: self.second.set())
         self.app = app_of(self.client, comment_s=0.001)
 
-    async def begin(self, **settings: Any) -> None:
-        """Serve a stream up to its pause, and be told to end."""
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        own = resolve_settings(read_keywords({"model": TINY_MOE, **settings}), gpus=0)
-        life = _Serve(Command(own, to_engine_options(own), False, ()), self.listener, 1024)
-        client: Any = self.client
-        self.serving = asyncio.create_task(life._serve(client, self.app, self.stop))
-        url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.http = httpx.AsyncClient(base_url=url, trust_env=False)
-        self.paused = asyncio.Event()
-        self.stream = asyncio.create_task(self._read())
-        await self.paused.wait()
-        signal.raise_signal(signal.SIGTERM)
-        await self.stop.came.wait()
+    @classmethod
+    @asynccontextmanager
+    async def told_to_end(cls, **settings: Any) -> AsyncIterator[Running]:
+        """One that has served a stream up to its pause."""
+        own, self = resolve_settings(read_keywords({"model": TINY_MOE, **settings}), gpus=0), cls()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            life = _Serve(Command(own, to_engine_options(own), False, ()), listener, 1024)
+            client: Any = self.client
+            self.serving = asyncio.create_task(life._serve(client, self.app, self.stop))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as self.http:
+                self.paused = asyncio.Event()
+                self.stream = asyncio.create_task(self._read())
+                await self.paused.wait()
+                signal.raise_signal(signal.SIGTERM)
+                await self.stop.came.wait()
+                yield self
 
     async def _read(self) -> bytes:
         text = b""
@@ -102,23 +96,15 @@ class Running:
                     self.paused.set()
         return text.replace(COMMENT, b"")
 
-    async def end(self) -> None:
-        """Close what is left."""
-        await self.http.aclose()
-        self.listener.close()
+    async def draining(self) -> None:
+        """Wait until the server drains."""
+        while not self.app.state.service.draining:
+            await asyncio.sleep(0)
 
 
-async def draining(running: Running) -> None:
-    """Wait until the server drains."""
-    while not running.app.state.service.draining:
-        await asyncio.sleep(0)
-
-
-def test_sigterm_waits_for_requests_that_are_paused() -> None:
-    async def scenario() -> None:
-        running = Running()
-        await running.begin()
-        await draining(running)
+async def test_sigterm_waits_for_requests_that_are_paused() -> None:
+    async with Running.told_to_end() as running:
+        await running.draining()
         for path, status in (("/live", 200), ("/health", 503)):
             assert (await running.http.get(path)).status_code == status
         refused = await running.http.post(COMPLETIONS, json=BODY)
@@ -129,50 +115,31 @@ def test_sigterm_waits_for_requests_that_are_paused() -> None:
         assert text.count(b"data: ") == 4
         assert text.endswith(b"[DONE]\n\n")
         assert await running.serving == 0
-        await running.end()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_engines_that_do_not_come_back_end_the_draining() -> None:
-    async def scenario() -> None:
-        running = Running()
-        await running.begin()
-        await draining(running)
+async def test_engines_that_do_not_come_back_end_the_draining() -> None:
+    async with Running.told_to_end() as running:
+        await running.draining()
         running.client.die()
         assert b'"code":"engine_dead"' in await running.stream
         with pytest.raises(EngineDead, match=r"rank 0 was killed by SIGKILL\."):
             await running.serving
-        await running.end()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_second_signal_ends_the_server_during_a_pause() -> None:
-    async def scenario() -> None:
-        running = Running()
-        await running.begin()
+async def test_a_second_signal_ends_the_server_during_a_pause() -> None:
+    async with Running.told_to_end() as running:
         signal.raise_signal(signal.SIGTERM)
         await running.second.wait()
         running.client.serve()
         await running.serving
         await running.stream
-        await running.end()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_pause_that_outlasts_the_draining_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pause_that_outlasts_the_draining_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_LAST_RESPONSES_S", 0)
-
-    async def scenario() -> None:
-        running = Running()
-        await running.begin(drain_timeout_s=0.0)
+    async with Running.told_to_end(drain_timeout_s=0.0) as running:
         while not running.client.aborted:
             await asyncio.sleep(0.01)
         with pytest.raises(httpx.RemoteProtocolError):
             await running.stream
         assert await running.serving == 0
-        await running.end()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))

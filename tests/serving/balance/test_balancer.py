@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from moe import ExpertPlacement
-from moe.balance import Decision, EplbConfig, Ints
+from moe.balance import EplbConfig, Ints
 from serving.balance import Balancer, LoadBook, balancer
 from serving.engine_metrics import show_moves
 
@@ -56,202 +57,156 @@ class Bench:
             self.balancer.moved(number, [], 0, failure, over=True)
 
 
-def test_it_plans_at_the_interval_and_not_while_experts_move() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.count(98, SKEWED)
-        assert not bench.orders
-        await bench.count(2, SKEWED)
-        assert bench.balancer.rearrangements == {"interval": 1}
-        assert bench.orders[0][1].balancedness(np.array([SKEWED] * 2)).min() > 0.9
-        assert bench.balancer.moving
-        await bench.count(300, TURNED)
-        assert len(bench.orders) == 1
-        bench.obey()
-        assert not bench.balancer.moving
-        assert bench.book.placement == bench.orders[0][1]
-        assert (bench.balancer.layers_moved, bench.balancer.bytes_moved) == (2, 20)
-        await bench.count(300, SKEWED)  # balanced: experts stay
-        assert len(bench.orders) == 1
-
-    asyncio.run(scenario())
+async def test_it_plans_at_the_interval_and_not_while_experts_move() -> None:
+    bench = Bench()
+    await bench.count(98, SKEWED)
+    assert not bench.orders
+    await bench.count(2, SKEWED)
+    assert bench.balancer.rearrangements == {"interval": 1}
+    assert bench.orders[0][1].balancedness(np.array([SKEWED] * 2)).min() > 0.9
+    assert bench.balancer.moving
+    await bench.count(300, TURNED)
+    assert len(bench.orders) == 1
+    bench.obey()
+    assert not bench.balancer.moving
+    assert bench.book.placement == bench.orders[0][1]
+    assert (bench.balancer.layers_moved, bench.balancer.bytes_moved) == (2, 20)
+    await bench.count(300, SKEWED)  # balanced: experts stay
+    assert len(bench.orders) == 1
 
 
-def test_it_plans_early_when_balancedness_falls_but_once_in_a_window() -> None:
-    async def scenario() -> None:
-        bench = Bench(step_interval=100_000, balancedness_fall=0.1)
-        await bench.count(20, [10] * EXPERTS)
-        assert not bench.orders
-        await bench.count(40, SKEWED)
-        assert bench.balancer.rearrangements == {"fallen": 1}
-        bench.obey()
-        await bench.count(40, SKEWED)
-        assert len(bench.orders) == 1
-        swapped = np.array(SKEWED)
-        held = bench.book.placement.held(0, 0)
-        swapped[:] = 1
-        swapped[held] = [40, 30, 20, 10]
-        await bench.count(40, swapped.tolist())
-        assert len(bench.orders) == 2
-
-    asyncio.run(scenario())
+async def test_it_plans_early_when_balancedness_falls_but_once_in_a_window() -> None:
+    bench = Bench(step_interval=100_000, balancedness_fall=0.1)
+    await bench.count(20, [10] * EXPERTS)
+    assert not bench.orders
+    await bench.count(40, SKEWED)
+    assert bench.balancer.rearrangements == {"fallen": 1}
+    bench.obey()
+    await bench.count(40, SKEWED)
+    assert len(bench.orders) == 1
+    swapped = np.array(SKEWED)
+    held = bench.book.placement.held(0, 0)
+    swapped[:] = 1
+    swapped[held] = [40, 30, 20, 10]
+    await bench.count(40, swapped.tolist())
+    assert len(bench.orders) == 2
 
 
-def test_a_fall_is_planned_for_by_what_came_since() -> None:
+async def test_a_fall_is_planned_for_by_what_came_since() -> None:
     """After four tenths of a window; those before it would hide from the planner what changed."""
-
-    async def scenario() -> None:
-        bench = Bench(step_interval=100_000, balancedness_fall=0.1)
-        await bench.count(20, [10] * EXPERTS)
-        await bench.count(8, SKEWED)
-        ((_, placement, layers),) = bench.orders
-        assert layers == [0, 1]
-        assert placement.balancedness(np.array([SKEWED] * 2)).min() > 0.9
-
-    asyncio.run(scenario())
+    bench = Bench(step_interval=100_000, balancedness_fall=0.1)
+    await bench.count(20, [10] * EXPERTS)
+    await bench.count(8, SKEWED)
+    ((_, placement, layers),) = bench.orders
+    assert layers == [0, 1]
+    assert placement.balancedness(np.array([SKEWED] * 2)).min() > 0.9
 
 
-def test_a_plan_whose_time_comes_after_a_fall_waits_for_what_comes_since() -> None:
+async def test_a_plan_whose_time_comes_after_a_fall_waits_for_what_comes_since() -> None:
     """At once, it would be for loads of which most are past, and the next one may come only a window later."""
-
-    async def scenario() -> None:
-        bench = Bench(balancedness_fall=0.1)
-        await bench.count(98, [10] * EXPERTS)
-        await bench.count(8, SKEWED)
-        assert bench.balancer.rearrangements == {"fallen": 1}
-        assert bench.orders[0][1].balancedness(np.array([SKEWED] * 2)).min() > 0.9
-
-    asyncio.run(scenario())
+    bench = Bench(balancedness_fall=0.1)
+    await bench.count(98, [10] * EXPERTS)
+    await bench.count(8, SKEWED)
+    assert bench.balancer.rearrangements == {"fallen": 1}
+    assert bench.orders[0][1].balancedness(np.array([SKEWED] * 2)).min() > 0.9
 
 
-def test_a_short_fall_delays_a_plan_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        bench = Bench(balancedness_fall=0.1)
-        await bench.count(98, [10] * EXPERTS)
-        await bench.count(2, SKEWED)
-        assert "experts stay" not in caplog.text
-        await bench.count(2, [10] * EXPERTS)
-        assert "experts stay" in caplog.text
-
+async def test_a_short_fall_delays_a_plan_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    asyncio.run(scenario())
+
+    bench = Bench(balancedness_fall=0.1)
+    await bench.count(98, [10] * EXPERTS)
+    await bench.count(2, SKEWED)
+    assert "experts stay" not in caplog.text
+    await bench.count(2, [10] * EXPERTS)
+    assert "experts stay" in caplog.text
 
 
-def test_failures_are_counted_and_the_placement_stays() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.count(100, SKEWED)
-        before = bench.book.placement
-        bench.obey("checksum")
-        assert bench.book.placement == before
-        assert bench.balancer.failed == {"checksum": 1}
-        await bench.count(100, SKEWED)
-        bench.balancer.moved(bench.orders[-1][0], [0], 10, "", over=False)
-        bench.balancer.interrupted()
-        assert bench.balancer.failed == {"checksum": 1, "interrupted": 1}
-        partly = bench.book.placement
-        assert partly != before
-        bench.balancer.restarted()
-        assert bench.book.placement == before
-        assert bench.orders[-1][1:] == (partly, [0])
-        bench.balancer.interrupted()  # again, before it was restored
-        bench.balancer.restarted()
-        assert bench.orders[-1][1:] == (partly, [0])
-        bench.balancer.moved(1, [0], 10, "", over=True)  # of an earlier run
-        assert bench.balancer.moving
-        bench.obey()
-        assert bench.book.placement == partly
-
-    asyncio.run(scenario())
+async def test_failures_are_counted_and_the_placement_stays() -> None:
+    bench = Bench()
+    await bench.count(100, SKEWED)
+    before = bench.book.placement
+    bench.obey("checksum")
+    assert bench.book.placement == before
+    assert bench.balancer.failed == {"checksum": 1}
+    await bench.count(100, SKEWED)
+    bench.balancer.moved(bench.orders[-1][0], [0], 10, "", over=False)
+    bench.balancer.interrupted()
+    assert bench.balancer.failed == {"checksum": 1, "interrupted": 1}
+    partly = bench.book.placement
+    assert partly != before
+    bench.balancer.restarted()
+    assert bench.book.placement == before
+    assert bench.orders[-1][1:] == (partly, [0])
+    bench.balancer.interrupted()  # again, before it was restored
+    bench.balancer.restarted()
+    assert bench.orders[-1][1:] == (partly, [0])
+    bench.balancer.moved(1, [0], 10, "", over=True)  # of an earlier run
+    assert bench.balancer.moving
+    bench.obey()
+    assert bench.book.placement == partly
 
 
-def test_a_pause_is_no_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pause_is_no_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A move is weighed by what steps take, not by how long ranks had nothing to do."""
-    now, planned = [100.0], []
-
-    def watch(*_: Any, **__: Any) -> Decision:
-        planned.append(_[2].step_s)
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(balancer, "decide", watch)
+    now, decide = [100.0], Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(balancer, "decide", decide)
     monkeypatch.setattr(balancer.time, "monotonic", lambda: now[0])
-
-    async def scenario() -> None:
-        bench = Bench()
-        for steps, seconds in [(2, 0.04)] * 48 + [(1, 0.02), (1, 3600.0), (2, 3600.0)]:
-            now[0] += seconds
-            bench.book.add(0, steps, counts_of(SKEWED))
-            bench.balancer.counted(0, steps)
-        await asyncio.wait([bench.balancer._planning] if bench.balancer._planning else [])
-
-    asyncio.run(scenario())
-    assert planned == [pytest.approx(0.02)]
+    bench = Bench()
+    for steps, seconds in [(2, 0.04)] * 48 + [(1, 0.02), (1, 3600.0), (2, 3600.0)]:
+        now[0] += seconds
+        bench.book.add(0, steps, counts_of(SKEWED))
+        bench.balancer.counted(0, steps)
+    await asyncio.wait([bench.balancer._planning] if bench.balancer._planning else [])
+    (planned,) = decide.call_args_list
+    assert planned.args[2].step_s == pytest.approx(0.02)
 
 
-def test_a_plan_of_engines_that_have_failed_is_dropped() -> None:
+async def test_a_plan_of_engines_that_have_failed_is_dropped() -> None:
     """It is ready while there are no engines: an order would go nowhere, and none would follow."""
-
-    async def scenario() -> None:
-        bench = Bench()
-        await bench.count(98, SKEWED)
-        bench.book.add(0, 2, counts_of(SKEWED))
-        bench.balancer.counted(0, 2)
-        planning = bench.balancer._planning
-        assert planning is not None
-        bench.balancer.interrupted()
-        await asyncio.wait([planning])
-        bench.balancer.restarted()
-        assert not bench.balancer.moving
-        assert not bench.orders
-        await bench.count(100, SKEWED)
-        assert bench.balancer.moving
-
-    asyncio.run(scenario())
+    bench = Bench()
+    await bench.count(98, SKEWED)
+    bench.book.add(0, 2, counts_of(SKEWED))
+    bench.balancer.counted(0, 2)
+    planning = bench.balancer._planning
+    bench.balancer.interrupted()
+    await asyncio.wait([planning])
+    bench.balancer.restarted()
+    assert not bench.balancer.moving
+    assert not bench.orders
+    await bench.count(100, SKEWED)
+    assert bench.balancer.moving
 
 
-def test_engines_that_fail_again_come_back_to_where_they_were() -> None:
+async def test_engines_that_fail_again_come_back_to_where_they_were() -> None:
     """They had nothing to come back to the first time; then layers were switched."""
+    bench = Bench()
+    bench.balancer.interrupted()
+    bench.balancer.restarted()
+    assert not bench.orders
+    await bench.count(100, SKEWED)
+    bench.balancer.moved(bench.orders[-1][0], [0], 10, "", over=False)
+    partly = bench.book.placement
+    bench.balancer.interrupted()
+    bench.balancer.restarted()
+    assert bench.orders[-1][1:] == (partly, [0])
 
-    async def scenario() -> None:
-        bench = Bench()
-        bench.balancer.interrupted()
-        bench.balancer.restarted()
-        assert not bench.orders
+
+async def test_an_error_of_the_planner_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(balancer, "decide", Mock(side_effect=ZeroDivisionError))
+    bench = Bench()
+    with caplog.at_level(logging.ERROR):
         await bench.count(100, SKEWED)
-        bench.balancer.moved(bench.orders[-1][0], [0], 10, "", over=False)
-        partly = bench.book.placement
-        bench.balancer.interrupted()
-        bench.balancer.restarted()
-        assert bench.orders[-1][1:] == (partly, [0])
-
-    asyncio.run(scenario())
-
-
-def test_an_error_of_the_planner_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(balancer, "decide", fail)
-
-    async def scenario() -> Bench:
-        bench = Bench()
-        with caplog.at_level(logging.ERROR):
-            await bench.count(100, SKEWED)
-        return bench
-
-    bench = asyncio.run(scenario())
     assert bench.balancer.failed == {"unplanned": 1}
     assert "no placement could be planned" in caplog.text
 
 
-def test_metrics_and_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> Bench:
-        bench = Bench(log_balancedness=True, log_balancedness_interval=50)
-        with caplog.at_level(logging.INFO):
-            await bench.count(100, SKEWED)
-        return bench
-
-    bench = asyncio.run(scenario())
+async def test_metrics_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(log_balancedness=True, log_balancedness_interval=50)
+    with caplog.at_level(logging.INFO):
+        await bench.count(100, SKEWED)
     assert caplog.text.count("expert load") == 2
     registry = CollectorRegistry()
     show_moves(registry, "m", bench.balancer)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_mains import tiny, tokens_of, two_nodes, wait_for
-from engine_served import Served
+from engine_mains import kill_engine, started, tiny, tokens_of, two_nodes, wait_for
 
 from model_runner import SamplingParams
 from moe import ExpertPlacement
@@ -31,9 +29,9 @@ CONFIG: dict[str, Any] = {
 PROMPTS = [[5, 6, 7], [5, 5, 5, 5, 5, 5], [9] * 20, [11, 12]]
 
 
-def balanced(ranks: int = 2, **options: Any) -> Served:
+def balanced(ranks: int = 2, **options: Any) -> AbstractAsyncContextManager[EngineClient]:
     config = EplbConfig(**{**CONFIG, **options.pop("config", {})})
-    return Served(tiny(ranks, expert_parallel=True, enable_eplb=True, eplb_config=config, **options))
+    return started(tiny(ranks, expert_parallel=True, enable_eplb=True, eplb_config=config, **options))
 
 
 async def all_tokens(client: EngineClient, prefix: str) -> list[list[int]]:
@@ -48,8 +46,6 @@ def shuffled(placement: ExpertPlacement) -> ExpertPlacement:
 
 async def move_while_they_run(client: EngineClient) -> None:
     """Experts go to other slots while requests run: all get the tokens that they get before and after."""
-    assert client.balancer is not None
-    assert client.loads is not None
     first = await all_tokens(client, "a")
     running = asyncio.create_task(all_tokens(client, "b"))
     wanted = shuffled(client.loads.placement)
@@ -68,13 +64,8 @@ async def move_while_they_run(client: EngineClient) -> None:
         ({"window_size": 60, "balancedness_fall": 0.01}, MoveReason.FALLEN),
     ],
 )
-def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveReason) -> None:
-    served = balanced(config=config)
-    client = served.client
-
-    async def scenario() -> None:
-        assert client.balancer is not None
-        assert client.loads is not None
+async def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveReason) -> None:
+    async with balanced(config=config) as client:
         first = await all_tokens(client, "a")
         hottest = np.argsort(-client.loads.balance().tokens(), axis=1)  # all on rank 0
         skewed = ExpertPlacement(hottest, 8, 2)
@@ -92,41 +83,27 @@ def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveR
         assert balance.balancedness().mean() > skewed.balancedness(balance.tokens()).mean() + 0.1
         assert await all_tokens(client, "c") == first
 
-    served.run(scenario())
-    served.close()
 
-
-def test_tensor_parallel_ranks_move_together() -> None:
+async def test_tensor_parallel_ranks_move_together() -> None:
     """The follower gets orders from its leader's turns."""
-    served = balanced(1, tensor_parallel_size=2)
-    served.run(move_while_they_run(served.client))
-    served.close()
+    async with balanced(1, tensor_parallel_size=2) as client:
+        await move_while_they_run(client)
 
 
-def test_ranks_of_two_nodes_move() -> None:
-    async def scenario() -> None:
-        async with two_nodes(expert_parallel=True, enable_eplb=True, eplb_config=EplbConfig(**CONFIG)) as (client, _):
-            await move_while_they_run(client)
-
-    asyncio.run(scenario())
+async def test_ranks_of_two_nodes_move() -> None:
+    async with two_nodes(expert_parallel=True, enable_eplb=True, eplb_config=EplbConfig(**CONFIG)) as (client, _):
+        await move_while_they_run(client)
 
 
-def test_a_placement_outlives_the_engines() -> None:
+async def test_a_placement_outlives_the_engines() -> None:
     """An engine is killed while experts rest, and again while they move."""
-    served = balanced(restarts=RestartLimits(3))
-    client = served.client
 
     async def kill(rank: int) -> None:
-        pid = client.pids[rank]
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        assert await wait_for(lambda: client.pause is not None)
+        await kill_engine(client, rank=rank)
         assert await wait_for(lambda: client.pause is None)
 
-    async def scenario() -> None:
+    async with balanced(restarts=RestartLimits(3)) as client:
         balancer, loads = client.balancer, client.loads
-        assert balancer is not None
-        assert loads is not None
         first = await all_tokens(client, "a")
         wanted = shuffled(loads.placement)
         balancer.begin(wanted, range(4), MoveReason.INTERVAL)
@@ -155,6 +132,3 @@ def test_a_placement_outlives_the_engines() -> None:
         same = (loads.placement.experts == reached.experts).all(axis=1)
         assert all(same | (loads.placement.experts == other.experts).all(axis=1))
         assert await all_tokens(client, "d") == first
-
-    served.run(scenario())
-    served.close()

@@ -38,37 +38,32 @@ def test_balance_is_of_the_placement_and_the_kind() -> None:
     assert LoadBook(ExpertPlacement.default(1, 2, 1)).balance().rank_tokens().shape == (1, 1)
 
 
-def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_file, "EVERY_S", 0.02)
     path = tmp_path / "loads.json"
     book = LoadBook(ExpertPlacement.default(1, 2, 2), path)
-    assert book.file is not None
     file = book.file
 
-    async def run() -> list[float]:
-        found = []
-        task = asyncio.create_task(file.keep())
-        for _ in range(2):
-            book.add(0, 1, COUNTS)
-            await asyncio.sleep(0.3)
-            found.append(read_loads(path).sum())
-        at = path.stat().st_mtime_ns
-        await asyncio.sleep(0.1)
-        assert path.stat().st_mtime_ns == at, "nothing has come, so nothing is written"
-        monkeypatch.setattr(load_file, "EVERY_S", 100.0)
-        await asyncio.sleep(0.1)
+    found = []
+    task = asyncio.create_task(file.keep())
+    for _ in range(2):
         book.add(0, 1, COUNTS)
-        file.end()
-        await task
-        return [*found, read_loads(path).sum()]
-
-    assert asyncio.run(run()) == [40, 80, 120]
+        await asyncio.sleep(0.3)
+        found.append(read_loads(path).sum())
+    at = path.stat().st_mtime_ns
+    await asyncio.sleep(0.1)
+    assert path.stat().st_mtime_ns == at, "nothing has come, so nothing is written"
+    monkeypatch.setattr(load_file, "EVERY_S", 100.0)
+    await asyncio.sleep(0.1)
+    book.add(0, 1, COUNTS)
+    file.end()
+    await task
+    assert [*found, read_loads(path).sum()] == [40, 80, 120]
 
 
 def test_an_engine_without_a_loop_writes_as_it_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "loads.npy"
     book = LoadBook(ExpertPlacement.default(1, 2, 2), path)
-    assert book.file is not None
     book.add(0, 1, COUNTS)
     book.file.tick()
     assert not path.exists()
@@ -81,7 +76,6 @@ def test_a_file_that_cannot_be_written_is_told_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     book = LoadBook(ExpertPlacement.default(1, 2, 2), tmp_path / "gone" / "loads.npy")
-    assert book.file is not None
     book.add(0, 1, COUNTS)
     with caplog.at_level(logging.ERROR):
         book.file.write()

@@ -32,7 +32,6 @@ def on_a_rank(rank: int, _: int, lanes: bool) -> tuple[Trace, set[str]]:
     options |= {"all2all_backend": "torch_dist", "link": EmulatedLink(0.003, 1e9)}  # slow, so that steps wait
     with ModelRunner(TINY_MOE, group=group, enable_eplb=True, eplb_config=config, **options) as runner:
         mover, rng = runner.mover, random.Random(3)
-        assert mover is not None
         core = core_over(runner, max_num_seqs=8, max_model_len=160, max_num_batched_tokens=64)
         for number in range(PROMPTS):
             tokens = [rng.randrange(3, 2000) for _ in range(20)]

@@ -61,7 +61,7 @@ def with_keys(server_public: bytes, secret: bytes) -> Callable[[zmq.Socket[bytes
     return dress
 
 
-def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
     strange = z85.encode(b"x" * 32)
     strangers: list[Callable[[zmq.Socket[bytes]], object]] = [
         lambda socket: None,  # plain
@@ -69,9 +69,8 @@ def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixtu
         with_keys(KEYS.server_public, strange),  # knows node 0's public key, and that alone is not enough
     ]
     caplog.set_level(logging.WARNING, "serving")
-
-    async def scenario() -> list[list[bytes]]:
-        async with guarded(KEYS) as (router, address):
+    async with guarded(KEYS) as (router, address):
+        with ExitStack() as ends:
             context = ends.enter_context(zmq.Context())
             for dress in strangers:
                 socket_ = ends.enter_context(context.socket(zmq.DEALER))
@@ -88,16 +87,11 @@ def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixtu
             await asyncio.sleep(1.0)
             link = ends.enter_context(closing(EngineLink(address, "node-1", KEYS)))
             link.send(NodeAlive(1))
-            came = [await asyncio.wait_for(router.recv_multipart(), 10)]
+            name, message = await asyncio.wait_for(router.recv_multipart(), 10)
             await router.send_multipart([b"node-1", b"back"])
             assert await asyncio.to_thread(link._socket.poll, 5000)
             assert link._socket.recv() == b"back"
             await hears_nothing(router, 0.5)
-        return came
-
-    with ExitStack() as ends:
-        came = asyncio.run(scenario())
-    ((name, message),) = came
     assert (name, decode_from_engine(message)) == (b"node-1", NodeAlive(1))
     refused = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
     assert len(refused) == 1, "now and then, not for each"
@@ -118,62 +112,53 @@ def test_a_node_talks_to_no_stranger_that_took_node_0s_place() -> None:
     context.term()
 
 
-def test_what_is_recorded_cannot_be_played_again() -> None:
+async def test_what_is_recorded_cannot_be_played_again() -> None:
     """A stranger in the middle hands on what node 1 sends, and then sends the same bytes anew."""
+    recorded = bytearray()
+    async with guarded(KEYS) as (router, address):
+        host, port = address.removeprefix("tcp://").split(":")
 
-    async def scenario() -> None:
-        recorded = bytearray()
-        async with guarded(KEYS) as (router, address):
-            host, port = address.removeprefix("tcp://").split(":")
-
-            async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keep: bool) -> None:
-                while data := await reader.read(65536):
-                    if keep:
-                        recorded.extend(data)
-                    writer.write(data)
-                writer.close()
-
-            async def middle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                there = await asyncio.open_connection(host, int(port))
-                await asyncio.gather(pump(reader, there[1], True), pump(there[0], writer, False))
-
-            server = await asyncio.start_server(middle, "127.0.0.1", 0)
-            link = EngineLink(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", "node-1", KEYS)
-            link.send(NodeAlive(1))
-            await asyncio.wait_for(router.recv_multipart(), 10)
-            await asyncio.to_thread(link.close)
-            assert b"NodeAlive" not in recorded, "it is encrypted"
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(bytes(recorded))
-            await hears_nothing(router)
+        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keep: bool) -> None:
+            while data := await reader.read(65536):
+                if keep:
+                    recorded.extend(data)
+                writer.write(data)
             writer.close()
-            server.close()
 
-    asyncio.run(scenario())
+        async def middle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(pump(reader, there[1], True), pump(there[0], writer, False))
+
+        server = await asyncio.start_server(middle, "127.0.0.1", 0)
+        link = EngineLink(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", "node-1", KEYS)
+        link.send(NodeAlive(1))
+        await asyncio.wait_for(router.recv_multipart(), 10)
+        await asyncio.to_thread(link.close)
+        assert b"NodeAlive" not in recorded, "it is encrypted"
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(bytes(recorded))
+        await hears_nothing(router)
+        writer.close()
+        server.close()
 
 
-def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
+async def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the engine goes on."""
     monkeypatch.setattr("serving.engine.wire.link.MOST_BYTES", 600)
     outputs = [RequestOutput(name, (1,) * (900 if name == "c" else 30)) for name in "abcdefgh"]
-
-    async def scenario() -> list[FromEngine]:
-        async with guarded(KEYS) as (router, address):
-            with linked(address, "rank-1", KEYS) as link:
-                link.send(Outputs(1, 7, outputs, EngineStatistics(num_running=8)))
-                with pytest.raises(UBatchError, match=r"Failed, has .* bytes for node 0, which takes 600"):
-                    link.send(Failed(1, "x" * 900))
-                link.send(NodeAlive(1))
-                came: list[FromEngine] = []
-                while not came or came[-1] != NodeAlive(1):
-                    _, data = await asyncio.wait_for(router.recv_multipart(), 10)
-                    assert len(data) <= 600
-                    came.append(decode_from_engine(data))
-        return came
-
-    came = asyncio.run(scenario())
+    async with guarded(KEYS) as (router, address):
+        with linked(address, "rank-1", KEYS) as link:
+            link.send(Outputs(1, 7, outputs, EngineStatistics(num_running=8)))
+            with pytest.raises(UBatchError, match=r"Failed, has .* bytes for node 0, which takes 600"):
+                link.send(Failed(1, "x" * 900))
+            link.send(NodeAlive(1))
+            came: list[FromEngine] = []
+            while not came or came[-1] != NodeAlive(1):
+                _, data = await asyncio.wait_for(router.recv_multipart(), 10)
+                assert len(data) <= 600
+                came.append(decode_from_engine(data))
     delivered = [each for message in came if isinstance(message, Outputs) for each in message.outputs]
     assert [each.request_id for each in delivered] == list("abdefgh")
     assert all(message.received == 7 for message in came if isinstance(message, Outputs))
@@ -182,44 +167,32 @@ def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_refused(
     assert "takes 600 from another machine: ask for fewer log-probabilities" in refused.text
 
 
-def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.engine.wire.gate.MOST_BYTES", 4096)
-
-    async def scenario() -> None:
-        async with guarded(KEYS) as (router, address):
-            with linked(address, "rank-1", KEYS) as link:
-                link._socket.send(b"x" * 4096)  # as long as the link sends
-                assert await asyncio.wait_for(router.recv_multipart(), 10) == [b"rank-1", b"x" * 4096]
-                link._socket.send(b"x" * 8192)
-                await hears_nothing(router)
-
-    asyncio.run(scenario())
+    async with guarded(KEYS) as (router, address):
+        with linked(address, "rank-1", KEYS) as link:
+            link._socket.send(b"x" * 4096)  # as long as the link sends
+            assert await asyncio.wait_for(router.recv_multipart(), 10) == [b"rank-1", b"x" * 4096]
+            link._socket.send(b"x" * 8192)
+            await hears_nothing(router)
 
 
-def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself zmq would wait for 30 s."""
     monkeypatch.setattr("serving.engine.wire.gate._HANDSHAKE_MS", 300)
-
-    async def scenario() -> None:
-        async with guarded(KEYS) as (_, address):
-            host, port = address.removeprefix("tcp://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            await asyncio.wait_for(reader.read(), 10)  # until the other end closes
-            writer.close()
-
-    asyncio.run(scenario())
+    async with guarded(KEYS) as (_, address):
+        host, port = address.removeprefix("tcp://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await asyncio.wait_for(reader.read(), 10)  # until the other end closes
+        writer.close()
 
 
-def test_without_its_authenticator_node_0_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_its_authenticator_node_0_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncioAuthenticator, "start", lambda self: None)
-
-    async def scenario() -> None:
-        async with guarded(KEYS) as (router, address):
-            with linked(address, "node-1", KEYS) as link:
-                link.send(NodeAlive(1))
-                await hears_nothing(router)
-
-    asyncio.run(scenario())
+    async with guarded(KEYS) as (router, address):
+        with linked(address, "node-1", KEYS) as link:
+            link.send(NodeAlive(1))
+            await hears_nothing(router)
 
 
 def test_what_strangers_cause_is_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:

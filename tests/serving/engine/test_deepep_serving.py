@@ -20,12 +20,13 @@ import pytest
 import static_attention
 import torch
 from deep_ep_standin_events import calls
+from engine_mains import started, tokens_of
 from fake_graphs import FakeGraphs
 from runner_graph_cases import EXPERTS
 
 from model_runner import ModelRunner, RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
 from ranks import run_ranks
-from serving.engine import EngineClient, EngineOptions
+from serving.engine import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.rendezvous import Place
@@ -153,20 +154,10 @@ def run_engine_on_a_fake_gpu(options: EngineOptions, rank: int, place: Place) ->
         run_engine(options, rank, place)
 
 
-def test_the_headline_command_serves(tmp_path: Path) -> None:
+async def test_the_headline_command_serves(tmp_path: Path) -> None:
     """In engines of their own, with a client: two ranks, overlap, low latency."""
-
-    async def run() -> list[list[int]]:
-        options = options_of(make_wide(tmp_path / "wide"), 2, "deepep_low_latency")
-        client = await EngineClient.start(options, engine_main=run_engine_on_a_fake_gpu)
-        try:
-
-            async def tokens_of(request: RequestInput) -> list[int]:
-                return [token async for output in client.generate(request) for token in output.token_ids]
-
-            return await asyncio.gather(*[tokens_of(each) for rank in range(2) for each in requests_of(rank)])
-        finally:
-            await client.close()
-
-    outputs = asyncio.run(run())
-    assert [len(tokens) for tokens in outputs] == [NEW] * (2 * REQUESTS)
+    options = options_of(make_wide(tmp_path / "wide"), 2, "deepep_low_latency")
+    async with started(options, run_engine_on_a_fake_gpu) as client:
+        requests = [each for rank in range(2) for each in requests_of(rank)]
+        tokens = [tokens_of(client, each.request_id, each.token_ids, each.params) for each in requests]
+        assert [len(each) for each in await asyncio.gather(*tokens)] == [NEW] * (2 * REQUESTS)

@@ -11,11 +11,9 @@ from fake_runner import expected as expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_runner import FinishReason, RequestError, SamplingParams, Step, StepOutput
-from serving.engine import EngineCore
-from serving.requests import EngineStatistics, RequestInput, RequestOutput
+from model_runner import FinishReason, RequestError, SamplingParams
+from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig
-from ubatch import UBatchError
 
 pytestmark = pytest.mark.long
 
@@ -191,33 +189,3 @@ def test_a_request_that_cannot_be_served_is_refused_and_the_rest_goes_on() -> No
         core.add(RequestInput("none", [], LONG))
     requests = requests_of([LONG])
     assert run(core, requests) == expected(requests)
-
-
-class Stuck:
-    """A scheduler that never runs what it has."""
-
-    has_work = True
-
-    def add(self, request: RequestInput) -> None: ...
-    def abort(self, request_id: str) -> bool:
-        return False
-
-    def schedule(self) -> Step:
-        return Step.of(())
-
-    def advance(self, step: Step) -> None: ...
-    def process(self, step: Step, output: StepOutput) -> list[RequestOutput]:
-        return []
-
-    def statistics(self) -> EngineStatistics:
-        return EngineStatistics(num_waiting=1)
-
-    def check(self, *, idle: bool = False) -> None: ...
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_scheduler_that_never_runs_anything_is_found_out(overlap: bool) -> None:
-    _, device, _ = make_core(overlap=False)
-    core = EngineCore(device, Stuck(), overlap_schedule=overlap)
-    with pytest.raises(UBatchError, match="num_waiting=1"):
-        any(core.step() for _ in range(2000))

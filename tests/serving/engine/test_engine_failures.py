@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_mains import (
@@ -16,6 +15,7 @@ from engine_mains import (
     is_alive,
     run_poisonable_engine,
     run_uneven_engine,
+    started,
     tiny,
     tokens_of,
     wait_for,
@@ -56,42 +56,28 @@ if __name__ == "__main__":
 """
 
 
-def test_the_rank_that_raised_is_blamed_with_its_own_error() -> None:
+async def test_the_rank_that_raised_is_blamed_with_its_own_error() -> None:
     """The other one felt it, too, and says so; it shares every step."""
-
-    async def scenario() -> None:
-        client = await EngineClient.start(tiny(2, expert_parallel=True), engine_main=run_poisonable_engine)
-        try:
-            pids = [pid for pid in client.pids.values() if pid is not None]
-            names = ["even", "odd"]  # one for each rank
-            streams = [asyncio.create_task(tokens_of(client, name, [1, 2, 3], LONG)) for name in names]
-            assert await wait_for(lambda: all(s.generation_tokens > 0 for s in client.statistics.values()))
-            poison = asyncio.create_task(tokens_of(client, "poison", [POISON] * 300, LONG))
-            outcomes = await asyncio.gather(poison, *streams, return_exceptions=True)
-            for outcome in outcomes:
-                assert isinstance(outcome, EngineDead), outcome
-                assert str(outcome) in {f"rank {rank} failed: ZeroDivisionError: poisoned" for rank in (0, 1)}
-                assert "in poisoned" in "".join(outcome.__notes__)
-            assert await wait_for(lambda: not any(map(is_alive, pids)))
-        finally:
-            await client.close()
-
-    asyncio.run(scenario())
+    async with started(tiny(2, expert_parallel=True), run_poisonable_engine) as client:
+        pids = [pid for pid in client.pids.values() if pid is not None]
+        names = ["even", "odd"]  # one for each rank
+        streams = [asyncio.create_task(tokens_of(client, name, [1, 2, 3], LONG)) for name in names]
+        assert await wait_for(lambda: all(s.generation_tokens > 0 for s in client.statistics.values()))
+        poison = asyncio.create_task(tokens_of(client, "poison", [POISON] * 300, LONG))
+        outcomes = await asyncio.gather(poison, *streams, return_exceptions=True)
+        for outcome in outcomes:
+            assert isinstance(outcome, EngineDead), outcome
+            assert str(outcome) in {f"rank {rank} failed: ZeroDivisionError: poisoned" for rank in (0, 1)}
+            assert "in poisoned" in "".join(outcome.__notes__)
+        assert await wait_for(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.slow
-def test_ranks_that_start_at_different_speeds_wait_for_each_other() -> None:
+async def test_ranks_that_start_at_different_speeds_wait_for_each_other() -> None:
     """Longer than `timeout_s`: in its first vote rank 0 waits until rank 1 has loaded, too."""
     dbo = UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, timeout_s=LATE_S - 2)
-
-    async def scenario() -> None:
-        client = await EngineClient.start(tiny(2, expert_parallel=True, dbo=dbo), engine_main=run_uneven_engine)
-        try:
-            assert len(await tokens_of(client, "one", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))) == 4
-        finally:
-            await client.close()
-
-    asyncio.run(scenario())
+    async with started(tiny(2, expert_parallel=True, dbo=dbo), run_uneven_engine) as client:
+        assert len(await tokens_of(client, "one", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))) == 4
 
 
 @pytest.mark.parametrize(
@@ -102,14 +88,11 @@ def test_ranks_that_start_at_different_speeds_wait_for_each_other() -> None:
         (tiny(2, nnodes=2, master_addr="203.0.113.1", master_port=1), run_engine, ConfigError, "master_addr"),
     ],
 )
-def test_a_start_that_fails_says_why_and_leaves_nothing(
+async def test_a_start_that_fails_says_why_and_leaves_nothing(
     options: EngineOptions, main: EngineMain, error: type[Exception], message: str
 ) -> None:
-    async def scenario() -> Any:
-        with pytest.raises(error, match=message):
-            await EngineClient.start(options, engine_main=main)
-
-    asyncio.run(scenario())
+    with pytest.raises(error, match=message):
+        await EngineClient.start(options, engine_main=main)
 
 
 @pytest.mark.sample(2)
@@ -122,7 +105,6 @@ def test_an_engine_does_not_outlive_its_parent(when: str) -> None:
         cwd=SUPPORT,
         env={"PYTHONPATH": f"{ROOT}:{SUPPORT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )
-    assert parent.stdout is not None
     with parent, parent.stdout as out:
         engine = int(out.readline())
         assert is_alive(engine)

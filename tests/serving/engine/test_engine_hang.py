@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from engine_mains import is_alive, tiny, tokens_of, wait_for
+from engine_mains import is_alive, started, tiny, tokens_of, wait_for
 from repository import TINY_MOE
 
 from model_runner import ModelRunner, SamplingParams, generate
@@ -34,43 +34,35 @@ def impatient(options: EngineOptions, timeout_s: float = TIMEOUT_S) -> EngineOpt
 
 def stop(client: EngineClient, rank: int) -> int:
     pid = client.pids[rank]
-    assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     return pid
 
 
-def test_an_idle_engine_that_hangs_is_named_and_one_that_goes_on_in_time_is_not(
+async def test_an_idle_engine_that_hangs_is_named_and_one_that_goes_on_in_time_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The client's clock goes on by hand, so that a busy machine makes nobody late."""
-
-    async def scenario() -> None:
-        client = await EngineClient.start(impatient(tiny()))
+    async with started(impatient(tiny())) as client:
         signs, clock = client._runs.run.liveness, client._runs.run.liveness._clock
         monkeypatch.setattr(clock, "look", lambda: clock.now)
-        try:
-            pid = stop(client, 0)
-            clock.now += 0.75 * TIMEOUT_S
-            await asyncio.sleep(2 * clock.every_s)
-            os.kill(pid, signal.SIGCONT)
-            assert await wait_for(lambda: signs._heard[0] == clock.now)
-            clock.now += 0.75 * TIMEOUT_S
-            assert len(await tokens_of(client, "after", [1, 2], SHORT)) == 4
-            assert client.dead is None
+        pid = stop(client, 0)
+        clock.now += 0.75 * TIMEOUT_S
+        await asyncio.sleep(2 * clock.every_s)
+        os.kill(pid, signal.SIGCONT)
+        assert await wait_for(lambda: signs._heard[0] == clock.now)
+        clock.now += 0.75 * TIMEOUT_S
+        assert len(await tokens_of(client, "after", [1, 2], SHORT)) == 4
+        assert client.dead is None
 
-            stop(client, 0)
-            hung = asyncio.create_task(tokens_of(client, "hung", [1, 2], SHORT))
-            while not hung.done():
-                clock.now += TIMEOUT_S / 8
-                await asyncio.sleep(0.05)
-            with pytest.raises(EngineDead, match=r"^rank 0 hangs: .* no sign of life for 4 s"):
-                await hung
-            assert (await asyncio.wait_for(client.wait_dead(), 10)) is client.dead
-            assert await wait_for(lambda: not is_alive(pid))
-        finally:
-            await client.close()
-
-    asyncio.run(scenario())
+        stop(client, 0)
+        hung = asyncio.create_task(tokens_of(client, "hung", [1, 2], SHORT))
+        while not hung.done():
+            clock.now += TIMEOUT_S / 8
+            await asyncio.sleep(0.05)
+        with pytest.raises(EngineDead, match=r"^rank 0 hangs: .* no sign of life for 4 s"):
+            await hung
+        assert (await asyncio.wait_for(client.wait_dead(), 10)) is client.dead
+        assert await wait_for(lambda: not is_alive(pid))
 
 
 START_S = 5.0
@@ -108,38 +100,25 @@ def join_late(options: EngineOptions, rank: int, place: Place) -> None:
         (join_late, "1", tiny(tensor_parallel_size=2)),
     ],
 )
-def test_an_engine_that_is_stopped_while_it_starts_is_named(
+async def test_an_engine_that_is_stopped_while_it_starts_is_named(
     main: EngineMain, who: str, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(liveness, "_LEAST_START_S", START_S)
     options = impatient(options, 1.0)
-
-    async def scenario() -> None:
-        with pytest.raises(
-            EngineDead, match=rf"^rank {who}( \(.*\))? hangs while it starts: .* no sign of life for 5 s"
-        ):
-            await asyncio.wait_for(EngineClient.start(options, engine_main=main), 60)
-
-    asyncio.run(scenario())
+    with pytest.raises(EngineDead, match=rf"^rank {who}( \(.*\))? hangs while it starts: .* no sign of life for 5 s"):
+        await asyncio.wait_for(EngineClient.start(options, engine_main=main), 60)
 
 
 @pytest.mark.slow
-def test_of_ranks_that_step_together_the_one_that_hangs_is_named() -> None:
+async def test_of_ranks_that_step_together_the_one_that_hangs_is_named() -> None:
     """The other one waits for it, and says so all the time."""
-
-    async def scenario() -> None:
-        client = await EngineClient.start(impatient(tiny(2, expert_parallel=True)))
-        try:
-            streams = [asyncio.create_task(tokens_of(client, name, [1, 2, 3], LONG)) for name in "ab"]
-            assert await wait_for(lambda: all(each.generation_tokens for each in client.statistics.values()))
-            stop(client, 1)
-            for outcome in await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 30):
-                assert isinstance(outcome, EngineDead)
-                assert str(outcome).startswith("rank 1 hangs: ")
-        finally:
-            await client.close()
-
-    asyncio.run(scenario())
+    async with started(impatient(tiny(2, expert_parallel=True))) as client:
+        streams = [asyncio.create_task(tokens_of(client, name, [1, 2, 3], LONG)) for name in "ab"]
+        assert await wait_for(lambda: all(each.generation_tokens for each in client.statistics.values()))
+        stop(client, 1)
+        for outcome in await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 30):
+            assert isinstance(outcome, EngineDead)
+            assert str(outcome).startswith("rank 1 hangs: ")
 
 
 # -- without processes ------------------------------------------------------------------------------------------------

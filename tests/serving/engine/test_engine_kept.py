@@ -10,10 +10,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from engine_mains import run_telling_engine, tiny, tokens_of
+from engine_mains import run_telling_engine, started, tiny, tokens_of
 
 from model_runner import SamplingParams
-from serving.engine import EngineClient, EngineOptions
+from serving.engine import EngineOptions
 from serving.engine.kept import KeptOfRank
 from serving.engine.launch import LocalEngines
 from serving.engine.rank import build
@@ -42,13 +42,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 async def outputs(options: EngineOptions) -> list[list[int]]:
     """What two requests give, one on each rank."""
-    client = await EngineClient.start(options, engine_main=run_telling_engine)
-
-    try:
+    async with started(options, run_telling_engine) as client:
         one = tokens_of(client, "one", [5, 17, 99], PARAMS)
         return await asyncio.gather(one, tokens_of(client, "two", list(range(20, 90)), PARAMS))
-    finally:
-        await client.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -72,30 +72,26 @@ def test_what_was_sent_together_is_taken_together_where_no_step_waits(tmp_path: 
         assert taken[1] + len(slowly(link.receive(1.0))) == 30
 
 
-def test_a_request_that_is_refused_while_it_runs_is_aborted() -> None:
+async def test_a_request_that_is_refused_while_it_runs_is_aborted() -> None:
     """Its rank goes on with it otherwise, where only an output was too long for node 0."""
-
-    async def scenario() -> None:
-        client = EngineClient(tiny())
-        client._runs.serves = True
-        address = f"tcp://127.0.0.1:{client._runs.run.socket.bind_to_random_port('tcp://127.0.0.1')}"
-        receiving = asyncio.create_task(client._runs.run.receive())
-        context = zmq.asyncio.Context()
-        rank = context.socket(zmq.DEALER)
-        rank.setsockopt_string(zmq.IDENTITY, "rank-0")
-        rank.connect(address)
-        await rank.send(encode(Refused(0, "nobody", "RequestError", "no")))
-        await asyncio.sleep(0.3)
-        asked = asyncio.create_task(tokens_of(client, "a", [1, 2], SamplingParams()))
-        assert isinstance(decode_to_engine(await asyncio.wait_for(rank.recv(), 10)), Add)
-        await rank.send(encode(Refused(0, "a", "RequestError", "too long")))
-        with pytest.raises(RequestError, match="too long"):
-            await asked
-        assert decode_to_engine(await asyncio.wait_for(rank.recv(), 10)) == Abort("a")
-        assert client.num_outstanding == 0
-        receiving.cancel()
-        await client._end(0.0)
-        rank.close(linger=0)
-        context.term()
-
-    asyncio.run(scenario())
+    client = EngineClient(tiny())
+    client._runs.serves = True
+    address = f"tcp://127.0.0.1:{client._runs.run.socket.bind_to_random_port('tcp://127.0.0.1')}"
+    receiving = asyncio.create_task(client._runs.run.receive())
+    context = zmq.asyncio.Context()
+    rank = context.socket(zmq.DEALER)
+    rank.setsockopt_string(zmq.IDENTITY, "rank-0")
+    rank.connect(address)
+    await rank.send(encode(Refused(0, "nobody", "RequestError", "no")))
+    await asyncio.sleep(0.3)
+    asked = asyncio.create_task(tokens_of(client, "a", [1, 2], SamplingParams()))
+    assert isinstance(decode_to_engine(await asyncio.wait_for(rank.recv(), 10)), Add)
+    await rank.send(encode(Refused(0, "a", "RequestError", "too long")))
+    with pytest.raises(RequestError, match="too long"):
+        await asked
+    assert decode_to_engine(await asyncio.wait_for(rank.recv(), 10)) == Abort("a")
+    assert client.num_outstanding == 0
+    receiving.cancel()
+    await client._end(0.0)
+    rank.close(linger=0)
+    context.term()

@@ -117,23 +117,19 @@ KILLED = Failed(1, "was killed by SIGKILL")
         ([ECHO, ECHO_EXIT], ECHO),
     ],
 )
-def test_the_first_cause_counts_whatever_order_the_reports_come_in(
+async def test_the_first_cause_counts_whatever_order_the_reports_come_in(
     reports: Sequence[Failed], cause: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(liveness, "_GRACE_S", 0.01)
     monkeypatch.setattr(liveness, "_ECHO_GRACE_S", 0.02)
-
-    async def scenario() -> None:
-        decided: asyncio.Queue[Failed] = asyncio.Queue()
-        signs = Liveness(tiny(2), decided.put_nowait)
-        for report in reports:
-            signs.report(report)
-        assert await asyncio.wait_for(decided.get(), 20) == cause
-        signs.report(OWN)
-        await asyncio.sleep(0.01)
-        assert decided.empty()
-
-    asyncio.run(scenario())
+    decided: asyncio.Queue[Failed] = asyncio.Queue()
+    signs = Liveness(tiny(2), decided.put_nowait)
+    for report in reports:
+        signs.report(report)
+    assert await asyncio.wait_for(decided.get(), 20) == cause
+    signs.report(OWN)
+    await asyncio.sleep(0.01)
+    assert decided.empty()
 
 
 @pytest.mark.parametrize(

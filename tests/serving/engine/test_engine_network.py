@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 import zmq
-from engine_mains import tiny, tokens_of, two_nodes
+from engine_mains import started, tiny, tokens_of, two_nodes
 
 from model_runner import SamplingParams
 from ranks import free_port
@@ -29,12 +29,12 @@ _left: set[tuple[str, int]] = set()
 """What tests of other files have left behind in this process."""
 
 
-def sockets() -> set[tuple[str, int]]:
-    """Addresses and ports on which this process and all that it has started listen."""
+def sockets(*processes: psutil.Process) -> set[tuple[str, int]]:
+    """Addresses and ports on which these listen; by default this process, and all that it has started."""
     me = psutil.Process()
     return {
         (connection.laddr.ip, connection.laddr.port)
-        for process in (me, *me.children(recursive=True))
+        for process in processes or (me, *me.children(recursive=True))
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
@@ -59,11 +59,8 @@ def without() -> tuple[list[list[int]], set[str]]:
     """What one node without a secret gives, and what it listens on."""
 
     async def scenario() -> tuple[list[list[int]], set[str]]:
-        client = await EngineClient.start(tiny(2, expert_parallel=True))
-        try:
+        async with started(tiny(2, expert_parallel=True)) as client:
             return await tokens(client), listening()
-        finally:
-            await client.close()
 
     return asyncio.run(scenario())
 
@@ -88,15 +85,10 @@ class Stranger:
         self._thread.join()
 
     def _run(self) -> None:
-        context = zmq.Context()
-        sockets = []
+        context, opened = zmq.Context(), []
         ends = (Failed(1, "forged", name="ValueError", traceback="forged"), NodeAlive(7))
         while not self._stop.wait(0.1):
-            found = {
-                (each.laddr.ip, each.laddr.port)
-                for each in psutil.Process().net_connections("inet")
-                if each.status == psutil.CONN_LISTEN
-            }
+            found = sockets(psutil.Process())
             for host, port in found - self.reached:
                 for name in ("rank-1", "node-1", "x"):
                     socket = context.socket(zmq.DEALER)
@@ -105,50 +97,40 @@ class Stranger:
                     socket.connect(f"tcp://{host}:{port}")
                     for message in (*map(encode, ends), b"\xff", b""):
                         socket.send(message)
-                    sockets.append(socket)
+                    opened.append(socket)
             self.reached |= found
-        for socket in sockets:
-            socket.close()
-        context.term()
+        context.destroy(linger=0)
 
 
 def test_one_node_listens_on_loopback_only(without: tuple[list[list[int]], set[str]]) -> None:
     assert without[1] == {"127.0.0.1"}
 
 
-def test_gloo_and_nccl_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_interface")
+def test_gloo_and_nccl_stay_on_loopback() -> None:
     """Also where the host's name resolves to another address, which gloo would take."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
-        monkeypatch.delenv(name)
     init_ranks(Run.open(dist.HashStore(), None), 0, tiny())
     dist.destroy_process_group()
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
 @pytest.mark.timeout(140)
-def test_two_nodes_with_a_secret_serve_as_one_without(
+async def test_two_nodes_with_a_secret_serve_as_one_without(
     without: tuple[list[list[int]], set[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "serving")
     file = make_secret(tmp_path / "secret")
     secured = {"master_addr": "127.0.0.2", "cluster_secret_file": file, "expert_parallel": True}
-
-    async def scenario() -> tuple[list[list[int]], set[str], int]:
-        stranger = Stranger()
-        try:
-            async with two_nodes(**secured) as (client, node):
-                given, addresses = await tokens(client), listening()
-                assert await tokens(client) == given
-                assert len(stranger.reached) >= 2, "store and messages"
-        finally:
-            stranger.stop()
-        return given, addresses, await node
-
-    given, addresses, status = asyncio.run(scenario())
-    assert given == without[0]
-    assert addresses == {"127.0.0.1", "127.0.0.2"}  # gloo takes the first address of the interface
-    assert status == 0
+    stranger = Stranger()
+    try:
+        async with two_nodes(**secured) as (client, node):
+            for _ in range(2):
+                assert await tokens(client) == without[0]
+            assert listening() == {"127.0.0.1", "127.0.0.2"}  # gloo takes the first address of the interface
+            assert len(stranger.reached) >= 2, "store and messages"
+    finally:
+        stranger.stop()
+    assert await node == 0
     texts = [each.getMessage() for each in caplog.records]
     assert not [text for text in texts if "not authenticated" in text]
     assert len([text for text in texts if "must be private" in text]) == 1
@@ -156,15 +138,12 @@ def test_two_nodes_with_a_secret_serve_as_one_without(
     assert file.read_text() not in "".join(texts)
 
 
-def test_without_a_secret_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_a_secret_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "serving")
+    options = tiny(2, nnodes=2, master_port=free_port())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(EngineClient.start(options), 1.0)
 
-    async def scenario() -> None:
-        options = tiny(2, nnodes=2, master_port=free_port())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(EngineClient.start(options), 1.0)
-
-    asyncio.run(scenario())
     warnings = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "not authenticated" in warnings[0]

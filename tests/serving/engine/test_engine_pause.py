@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_device import FakeDevice, FakeStep, make_core
+from fake_links import FakeLink
 from fake_runner import expected
 
 from model_runner import SamplingParams, Step
 from ranks import run_ranks
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import Engine
-from serving.engine.wire.messages import Add, FromEngine, Outputs, Shutdown, ToEngine, Wake
+from serving.engine.wire.messages import Add, Outputs, Shutdown, ToEngine, Wake
 from serving.requests import RequestInput
 from ubatch import CommGroup
 
@@ -28,20 +29,14 @@ LONG = RequestInput("long", [1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=
 SHORT = RequestInput("short", [4, 5], SamplingParams(max_tokens=1, ignore_eos=True))
 
 
-class ScriptedLink:
+class ScriptedLink(FakeLink):
     """Messages that come at set times, in seconds from the first look; `Shutdown` only to one that sleeps."""
 
     def __init__(self, script: Script) -> None:
-        self.sent: list[FromEngine] = []
+        super().__init__()
         self.slept = 0
         self._script = list(script)
         self._begun: float | None = None
-
-    def send(self, message: FromEngine) -> None:
-        self.sent.append(message)
-
-    def decide(self, messages: Sequence[ToEngine]) -> Sequence[ToEngine]:
-        return messages
 
     def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
         self._begun = self._begun or time.monotonic()
@@ -55,7 +50,6 @@ class ScriptedLink:
             yield self._script.pop(0)[1]
 
     def _due(self) -> float:
-        assert self._begun is not None
         return self._begun + self._script[0][0]
 
 
@@ -78,7 +72,7 @@ def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) 
     options = EngineOptions(Path("model"), data_parallel_size=2)
     Engine(options, rank, core, group, link).serve()
     tokens: dict[str, list[int]] = {}
-    for message in link.sent:
+    for message in link.heard:
         if isinstance(message, Outputs):
             for output in message.outputs:
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)

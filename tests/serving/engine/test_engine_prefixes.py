@@ -14,19 +14,16 @@ pytestmark = pytest.mark.long
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_a_conversation_finds_its_prompts_cached(ranks: int) -> None:
-    served = Served(tiny(ranks))
-    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    with Served(tiny(ranks)) as served:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
 
-    async def talk() -> float:
-        prompt = [place * 13 % 2000 + 1 for place in range(320)]
-        for turn in range(24):
-            prompt += await tokens_of(served.client, f"turn {turn}", prompt, params)
-            prompt += [turn * 7 + place + 1 for place in range(4)]
-        await served.client.settle()
-        statistics = served.client.statistics.values()
-        return sum(each.prefix_hits for each in statistics) / sum(each.prefix_queries for each in statistics)
+        async def talk() -> float:
+            prompt = [place * 13 % 2000 + 1 for place in range(320)]
+            for turn in range(24):
+                prompt += await tokens_of(served.client, f"turn {turn}", prompt, params)
+                prompt += [turn * 7 + place + 1 for place in range(4)]
+            await served.client.settle()
+            statistics = served.client.statistics.values()
+            return sum(each.prefix_hits for each in statistics) / sum(each.prefix_queries for each in statistics)
 
-    try:
         assert served.run(talk()) >= 0.92
-    finally:
-        served.close()

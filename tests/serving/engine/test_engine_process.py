@@ -59,9 +59,8 @@ class ServedPair(Served):
 
 @pytest.fixture(scope="module", params=WAYS)
 def served(request: pytest.FixtureRequest) -> Iterator[ServedPair]:
-    served = ServedPair(request.param)
-    yield served
-    served.close()
+    with ServedPair(request.param) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +84,7 @@ def test_the_streams_are_those_of_one_rank_alone(served: ServedPair, expected: l
 
 def test_requests_that_come_together_start_in_the_same_step() -> None:
     """Also if they come before a slow rank has had its first look at what there is."""
-    served = Served(tiny(2, expert_parallel=True), run_drowsy_engine)
-    try:
+    with Served(tiny(2, expert_parallel=True), run_drowsy_engine) as served:
         params = SamplingParams(max_tokens=5, ignore_eos=True)
         tokens = [tokens_of(served.client, str(index), PROMPTS[index], params) for index in range(4)]
 
@@ -97,8 +95,6 @@ def test_requests_that_come_together_start_in_the_same_step() -> None:
         served.run(at_once())
         for statistics in served.client.statistics.values():
             assert sum(statistics.steps.values()) == 5, statistics.steps
-    finally:
-        served.close()
 
 
 def test_ranks_that_pause_use_no_cpu_and_wake_again(served: ServedPair, expected: list[list[int]]) -> None:
@@ -267,8 +263,7 @@ def test_the_death_of_a_rank_reaches_every_stream(served: ServedPair) -> None:
 @pytest.mark.slow
 def test_two_ranks_of_two_share_the_experts(expected: list[list[int]]) -> None:
     """DP 2 x TP 2: each request is served by one pair, and the other pair steps along."""
-    served = Served(tiny(2, tensor_parallel_size=2, expert_parallel=True))
-    try:
+    with Served(tiny(2, tensor_parallel_size=2, expert_parallel=True)) as served:
         assert served.run(served.all_outputs("first")) == expected
         assert used_while_idle_s(served) < 0.3
         alone = tokens_of(served.client, "alone", PROMPTS[0], PARAMS[0])
@@ -279,8 +274,6 @@ def test_two_ranks_of_two_share_the_experts(expected: list[list[int]]) -> None:
         assert all(each.generation_tokens > 0 for each in statistics.values())
         assert sum(each.generation_tokens for each in statistics.values()) == sum(map(len, expected)) + len(expected[0])
         assert any(each.steps.get("decode/engaged", 0) > 0 for each in statistics.values())
-    finally:
-        served.close()
 
 
 # -- tensor parallel, offline ------------------------------------------------------------------------------------------

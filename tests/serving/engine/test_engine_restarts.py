@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from engine_mains import (
     POISON,
     exit_at_once,
     is_alive,
+    kill_engine,
     run_engine_with_poisonable_schedule,
     run_poisonable_engine,
+    started,
     tiny,
     tokens_of,
     wait_for,
 )
-from engine_served import PARAMS, PROMPTS, Served
+from engine_served import PARAMS, PROMPTS
 from forked import own_server
 
 from model_runner import SamplingParams
@@ -67,27 +69,16 @@ async def one_after_the_other(client: EngineClient) -> None:
         await tokens_of(client, f"request {number}", PROMPTS[0], LONGER[0])
 
 
-async def kill_one(client: EngineClient, number: int = signal.SIGKILL, rank: int = 0) -> None:
-    """Kill an engine, and wait until this is noticed."""
-    pid = client.pids[rank]
-    assert pid is not None
-    os.kill(pid, number)
-    assert await wait_for(lambda: client.pause is not None or client.dead is not None)
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_no_token_changes(way: str) -> None:
+async def test_no_token_changes(way: str) -> None:
     """A stream that was interrupted is that of an engine without failures; and totals go on."""
-    served = Served(restarting(**WAYS[way]))
-    client = served.client
-
-    async def scenario() -> None:
+    async with started(restarting(**WAYS[way])) as client:
         undisturbed = await all_outputs(client, "before")
         before = dict(client.statistics)
         running = asyncio.gather(all_outputs(client, "after"), tokens_of(client, "unseeded", [1, 2, 3], UNSEEDED))
         assert await wait_for(lambda: sum(each.num_running for each in client.statistics.values()) >= len(PROMPTS))
         earlier = dict(client.pids)
-        await kill_one(client, rank=len(client.pids) - 1)
+        await kill_engine(client, rank=len(client.pids) - 1)
         again, unseeded = await running
         assert again == undisturbed
         assert len(unseeded) == UNSEEDED.max_tokens
@@ -100,16 +91,10 @@ def test_no_token_changes(way: str) -> None:
             assert client.statistics[rank].generation_tokens > known.generation_tokens
             assert client.statistics[rank].kv_usage == 0
 
-    served.run(scenario())
-    served.close()
 
-
-def test_new_requests_wait_for_engines_and_those_that_wait_too_long_are_told() -> None:
-    served = Served(restarting(restarts=RestartLimits(3, resume_timeout_s=30)))
-    client = served.client
-
-    async def scenario() -> None:
-        await kill_one(client)
+async def test_new_requests_wait_for_engines_and_those_that_wait_too_long_are_told() -> None:
+    async with started(restarting(restarts=RestartLimits(3, resume_timeout_s=30))) as client:
+        await kill_engine(client)
         short = SamplingParams(max_tokens=3)
         impatient = client.generate(RequestInput("impatient", PROMPTS[0], short))
         client.options = replace(client.options, restarts=RestartLimits(3, resume_timeout_s=0.01))
@@ -126,67 +111,45 @@ def test_new_requests_wait_for_engines_and_those_that_wait_too_long_are_told() -
         assert client.num_outstanding == 0
         assert client.resumed == 0
 
-    served.run(scenario())
-    served.close()
 
-
-def test_one_failure_too_many_ends_the_run_as_without_restarts() -> None:
-    served = Served(restarting(1, ranks=2))
-    client = served.client
-
-    async def scenario() -> None:
+async def test_one_failure_too_many_ends_the_run_as_without_restarts() -> None:
+    async with started(restarting(1, ranks=2)) as client:
         running = asyncio.create_task(one_after_the_other(client))
-        await kill_one(client)
+        await kill_engine(client)
         assert await wait_for(lambda: client.pause is None)
         pids = [pid for pid in client.pids.values() if pid is not None]
-        await kill_one(client, rank=1)
+        await kill_engine(client, rank=1)
         with pytest.raises(EngineDead, match=r"^rank 1 was killed by SIGKILL\.$"):
             await running
         assert client.dead is await client.wait_dead()
         assert client.pause is None
         assert await wait_for(lambda: not any(map(is_alive, pids)))
 
-    served.run(scenario())
-    served.close()
 
-
-def test_engines_may_be_closed_while_they_are_started_again() -> None:
-    served = Served(restarting(ranks=2))
-    client = served.client
-
-    async def scenario() -> None:
+async def test_engines_may_be_closed_while_they_are_started_again() -> None:
+    async with started(restarting(ranks=2)) as client:
         running = asyncio.create_task(one_after_the_other(client))
-        await kill_one(client)
+        await kill_engine(client)
         assert await wait_for(lambda: bool(client.pids) and None not in client.pids.values())
         await client.close()
         with pytest.raises(EngineDead, match="closed"):
             await running
         assert not any(is_alive(pid) for pid in client.pids.values() if pid is not None)
 
-    served.run(scenario())
-    served.close()
 
-
-def test_a_stopped_engine_is_replaced() -> None:
-    served = Served(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2)))
-    client = served.client
-
-    async def scenario() -> None:
+async def test_a_stopped_engine_is_replaced() -> None:
+    async with started(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2))) as client:
         undisturbed = await all_outputs(client, "before")
         running = asyncio.create_task(all_outputs(client, "after"))
         await asyncio.sleep(0.05)
         begun = time.monotonic()
-        await kill_one(client, signal.SIGSTOP)
+        await kill_engine(client, signal.SIGSTOP)
         assert time.monotonic() - begun < 8
         assert await running == undisturbed
-
-    served.run(scenario())
-    served.close()
 
 
 def fails_when_it_starts_again(options: EngineOptions, rank: int, place: Place) -> None:
     """An engine whose second process fails while it starts."""
-    assert options.profile_folder is not None
     started = options.profile_folder / "started"
     started.write_text(f"{started.read_text() if started.exists() else ''}!")
     if started.read_text() == "!!":
@@ -194,17 +157,11 @@ def fails_when_it_starts_again(options: EngineOptions, rank: int, place: Place) 
     run_engine(options, rank, place)
 
 
-def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None:
-    served = Served(restarting(2, profile_folder=tmp_path), fails_when_it_starts_again)
-    client = served.client
-
-    async def scenario() -> None:
-        await kill_one(client)
+async def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None:
+    async with started(restarting(2, profile_folder=tmp_path), fails_when_it_starts_again) as client:
+        await kill_engine(client)
         assert len(await tokens_of(client, "a", PROMPTS[0], LONGER[0])) == LONGER[0].max_tokens
         assert sum(client.restarts.values()) == 2
-
-    served.run(scenario())
-    served.close()
 
 
 @pytest.mark.parametrize(
@@ -214,13 +171,10 @@ def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None
         pytest.param(run_engine_with_poisonable_schedule, id="schedule", marks=pytest.mark.slow),
     ],
 )
-def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None:
+async def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None:
     """Each step that it is in raises, or the scheduler, as long as it has it; the others, on two ranks that share
     experts, give what they give without it."""
-    served = Served(restarting(**WAYS["data parallel"]), main)
-    client = served.client
-
-    async def scenario() -> None:
+    async with started(restarting(**WAYS["data parallel"]), main) as client:
         undisturbed = await all_outputs(client, "before")
         poisonous = asyncio.create_task(tokens_of(client, "poison", [1, POISON, 2], LONGER[0]))
         assert await all_outputs(client, "after") == undisturbed
@@ -233,66 +187,51 @@ def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None:
         assert 3 <= client.restarts["failed"] <= 7
         assert await all_outputs(client, "again") == undisturbed
 
-    served.run(scenario())
-    served.close()
 
-
-def test_engines_start_again_though_the_process_that_forks_them_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_start_again_though_what_forks_them_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It does not tell that they have ended: another one begins."""
     monkeypatch.setattr(processes, "_TOLD_S", 0.5)
     with own_server() as server:
-        served = Served(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2)))
-        client = served.client
-
-        async def scenario() -> None:
+        async with started(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2))) as client:
             undisturbed = await all_outputs(client, "before")
             running = asyncio.create_task(all_outputs(client, "after"))
             assert await wait_for(lambda: client.statistics[0].num_running == len(PROMPTS))
             os.kill(server._process.pid, signal.SIGSTOP)
-            await kill_one(client)
+            await kill_engine(client)
             assert await running == undisturbed
             assert await wait_for(lambda: client.pause is None)
             assert fork_server._current is not server
 
-        served.run(scenario())
-        served.close()
+
+KILL = LocalEngines.kill
+STUCK = "rank 0 (process 7, in state D) was killed and does not end."
 
 
-def test_whatever_keeps_engines_from_starting_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def kill_in_vain(engines: LocalEngines) -> None:
+    """The process waits for a driver: for ever."""
+    KILL(engines)
+    raise UBatchError(STUCK)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "instead", "why"),
+    [
+        (RunHost, "__init__", Mock(side_effect=zmq.ZMQError(errno.EMFILE)), "Too many open files"),
+        (LocalEngines, "kill", kill_in_vain, STUCK),
+    ],
+    ids=["no descriptors", "a process that does not end"],
+)
+async def test_whatever_keeps_engines_from_starting_again_ends_the_run(
+    owner: type, method: str, instead: Callable[..., None], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not only this project's errors: nobody would tell the clients, which would wait for ever."""
-    served = Served(restarting())
-    client = served.client
-
-    async def scenario() -> None:
+    async with started(restarting()) as client:
         running = asyncio.create_task(one_after_the_other(client))
-        monkeypatch.setattr(RunHost, "__init__", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
-        await kill_one(client)
-        with pytest.raises(EngineDead, match="engines cannot be started again: Too many open files"):
+        monkeypatch.setattr(owner, method, instead)
+        await kill_engine(client)
+        with pytest.raises(EngineDead, match=re.escape(f"engines cannot be started again: {why}")):
             await running
         assert str(await client.wait_dead()).startswith("engines cannot be started again")
         assert client.pause is None
-
-    served.run(scenario())
-    served.close()
-
-
-def test_a_process_that_is_killed_and_does_not_end_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for a driver: for ever, and everybody waited for it, while `/live` said that all was well."""
-    served = Served(restarting())
-    client, kill = served.client, LocalEngines.kill
-    stuck = "rank 0 (process 7, in state D) was killed and does not end."
-
-    def kill_in_vain(engines: LocalEngines) -> None:
-        kill(engines)
-        raise UBatchError(stuck)
-
-    async def scenario() -> None:
-        running = asyncio.create_task(one_after_the_other(client))
-        monkeypatch.setattr(LocalEngines, "kill", kill_in_vain)
-        await kill_one(client)
-        with pytest.raises(EngineDead, match=re.escape(f"engines cannot be started again: {stuck}")):
-            await running
-        assert client.pause is None
-
-    served.run(scenario())
-    served.close()

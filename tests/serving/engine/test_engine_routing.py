@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from model_runner import FinishReason, RequestError, SamplingParams
+from model_runner import FinishReason, SamplingParams
 from serving.engine import prefixes
 from serving.engine.routing import RequestStream, Router
 from serving.engine.wire.messages import Outputs
@@ -126,9 +126,7 @@ def test_the_load_of_many_conversations_is_even(together: bool, system: int) -> 
     """All at once, or always one of them: what they all begin with does not draw them to one rank."""
     ranks, turns = Ranks(2), 10
     conversations = [Conversation(seed, system) for seed in range(64)]
-    waiting = (
-        [(0.0, number) for number in range(64)] * turns if not together else [(0.0, number) for number in range(64)]
-    )
+    waiting = [(0.0, number) for number in range(64)] * (1 if together else turns)
     left = [turns] * 64
     running: list[tuple[float, int, str, int]] = []
     while waiting or running:
@@ -200,59 +198,35 @@ def test_waiting_counts_what_a_rank_has_not_seen_only_beyond_its_free_places() -
     assert router.num_waiting == 0
 
 
-def test_outputs_of_an_aborted_request_do_not_reach_a_new_one_of_the_same_name() -> None:
-    async def scenario() -> None:
-        router = Router(1, max_num_seqs=4)
-        add(router, request("a"))
-        router.drop("a")
-        router.aborted(0)
-        stream = add(router, request("a"))
-        assert stream.number == 3
-        router.deliver(outputs(0, 1, RequestOutput("a", [66])))  # sent before the rank knew of the abort
-        router.deliver(outputs(0, 3, RequestOutput("a", [7])))
-        assert (await stream.get()).token_ids == [7]
-
-    asyncio.run(scenario())
+async def test_outputs_of_an_aborted_request_do_not_reach_a_new_one_of_the_same_name() -> None:
+    router = Router(1, max_num_seqs=4)
+    add(router, request("a"))
+    router.drop("a")
+    router.aborted(0)
+    stream = add(router, request("a"))
+    assert stream.number == 3
+    router.deliver(outputs(0, 1, RequestOutput("a", [66])))  # sent before the rank knew of the abort
+    router.deliver(outputs(0, 3, RequestOutput("a", [7])))
+    assert (await stream.get()).token_ids == [7]
 
 
-def test_outputs_that_piled_up_come_as_one() -> None:
-    async def scenario() -> None:
-        stream = RequestStream(request("a"))
-        stream.put(RequestOutput("a", [1], prompt_logprobs=[None], num_cached_tokens=4))
-        stream.put(RequestOutput("a", [2, 3]))
-        stream.put(RequestOutput("a", [4], finish_reason=FinishReason.STOP, stop_token=4))
-        assert await stream.get() == RequestOutput(
-            "a", [1, 2, 3, 4], [], [None], finish_reason=FinishReason.STOP, stop_token=4, num_cached_tokens=4
-        )
-
-    asyncio.run(scenario())
+async def test_outputs_that_piled_up_come_as_one() -> None:
+    stream = RequestStream(request("a"))
+    stream.put(RequestOutput("a", [1], prompt_logprobs=[None], num_cached_tokens=4))
+    stream.put(RequestOutput("a", [2, 3]))
+    stream.put(RequestOutput("a", [4], finish_reason=FinishReason.STOP, stop_token=4))
+    assert await stream.get() == RequestOutput(
+        "a", [1, 2, 3, 4], [], [None], finish_reason=FinishReason.STOP, stop_token=4, num_cached_tokens=4
+    )
 
 
-def test_a_failure_comes_after_what_was_there_before() -> None:
-    async def scenario() -> None:
-        stream = RequestStream(request("a"))
-        waiting = asyncio.create_task(stream.get())
-        await asyncio.sleep(0)
-        stream.put(RequestOutput("a", [1]))
-        stream.put(RequestOutput("a", [2]))
-        stream.fail(lambda: EngineDead("gone"))
-        assert (await waiting).token_ids == [1, 2]
-        with pytest.raises(EngineDead, match="gone"):
-            await stream.get()
-
-    asyncio.run(scenario())
-
-
-def test_a_refusal_concerns_one_request() -> None:
-    async def scenario() -> None:
-        router = Router(1, max_num_seqs=4)
-        refused, served = add(router, request("a")), add(router, request("b"))
-        assert router.drop("a") is refused
-        refused.fail(lambda: RequestError("too long"))
-        router.deliver(outputs(0, 2, end("b")))
-        with pytest.raises(RequestError, match="too long"):
-            await refused.get()
-        assert (await served.get()).finish_reason is FinishReason.LENGTH
-        assert router.num_outstanding == 0
-
-    asyncio.run(scenario())
+async def test_a_failure_comes_after_what_was_there_before() -> None:
+    stream = RequestStream(request("a"))
+    waiting = asyncio.create_task(stream.get())
+    await asyncio.sleep(0)
+    stream.put(RequestOutput("a", [1]))
+    stream.put(RequestOutput("a", [2]))
+    stream.fail(lambda: EngineDead("gone"))
+    assert (await waiting).token_ids == [1, 2]
+    with pytest.raises(EngineDead, match="gone"):
+        await stream.get()

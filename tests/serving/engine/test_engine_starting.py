@@ -10,6 +10,7 @@ import signal
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -24,18 +25,10 @@ from serving.engine.options import EngineOptions
 from serving.engine.rank import process
 from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
-from serving.engine.wire.messages import Alive
 from serving.engine.wire.rendezvous import Run
 from serving.requests import EngineDead
 from serving.scheduler import SchedulerConfig
 from ubatch.process import lateness
-
-
-class Deaf:
-    """A client that hears nothing."""
-
-    def send(self, message: Alive) -> None:
-        pass
 
 
 def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +39,7 @@ def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.Monke
         ours, parents = os.pipe()
         os.close(parents)  # as the system does when a process ends
         monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=-1, sentinel=ours))
-        with process.beating(Deaf(), 0):  # type: ignore[arg-type]
+        with process.beating(Mock(), 0):
             time.sleep(20)
 
     begun = time.monotonic()
@@ -54,17 +47,13 @@ def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.Monke
     assert time.monotonic() - begun < 10
 
 
-def test_a_start_that_waits_for_the_process_that_forks_ranks_can_be_given_up() -> None:
+async def test_a_start_that_waits_for_the_process_that_forks_ranks_can_be_given_up() -> None:
     """It waits in a thread, which nobody can cancel."""
-
-    async def scenario() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(EngineClient.start(tiny()), 0.5)
-
     begun = time.monotonic()
     with own_server() as server:
         os.kill(server._process.pid, signal.SIGSTOP)
-        asyncio.run(scenario())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(EngineClient.start(tiny()), 0.5)
     assert time.monotonic() - begun < 10
 
 
@@ -86,7 +75,7 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         kv_cache_memory=1 << 20,
     )
     monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", bool(lateness._own.blocks)))
-    with process._loaded(options, 0, Run.open(dist.HashStore(), None), Deaf()):
+    with process._loaded(options, 0, Run.open(dist.HashStore(), None), Mock()):
         assert late == {"make_core": True, "freeze": True}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
         assert not lateness._own.blocks

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_mains import tiny, tokens_of
+from engine_mains import started, tiny, tokens_of
 from test_engine_network import PROMPTS, SHORT, sockets
 
 from serving import network
@@ -72,7 +72,6 @@ def as_nobody(*args: str) -> subprocess.Popen[str]:
 
 
 def told_by(stranger: subprocess.Popen[str]) -> dict[str, Any]:
-    assert stranger.stdout is not None
     told: dict[str, Any] = json.loads(stranger.stdout.readline())
     assert told["uid"] == NOBODY
     return told
@@ -85,28 +84,21 @@ def descriptors(client: EngineClient) -> dict[int, int]:
     return {rank: psutil.Process(pid).num_fds() for rank, pid in client.pids.items()}
 
 
-def test_another_user_reaches_nothing_of_a_run() -> None:
+async def test_another_user_reaches_nothing_of_a_run() -> None:
     before = sockets()
-
-    async def scenario() -> None:
-        client = await EngineClient.start(tiny(2, expert_parallel=True))
+    async with started(tiny(2, expert_parallel=True)) as client:
+        expected = [await tokens_of(client, name, prompt, SHORT) for name, prompt in PROMPTS.items()]
+        ports, held = sorted(sockets() - before), descriptors(client)
+        assert ports, "gloo listens"
+        stranger = as_nobody(json.dumps(ports), str(client._runs.run.host._folder.path), str(CONNECTIONS))
         try:
-            expected = [await tokens_of(client, name, prompt, SHORT) for name, prompt in PROMPTS.items()]
-            ports, held = sorted(sockets() - before), descriptors(client)
-            assert ports, "gloo listens"
-            stranger = as_nobody(json.dumps(ports), str(client._runs.run.host._folder.path), str(CONNECTIONS))
-            try:
-                told = await asyncio.to_thread(told_by, stranger)
-                assert (told["connected"], told["read"], told["written"]) == (0, [], [])
-                assert descriptors(client) == held
-                tokens = [await tokens_of(client, f"{name} again", prompt, SHORT) for name, prompt in PROMPTS.items()]
-                assert tokens == expected
-            finally:
-                stranger.communicate("")
+            told = await asyncio.to_thread(told_by, stranger)
+            assert (told["connected"], told["read"], told["written"]) == (0, [], [])
+            assert descriptors(client) == held
+            tokens = [await tokens_of(client, f"{name} again", prompt, SHORT) for name, prompt in PROMPTS.items()]
+            assert tokens == expected
         finally:
-            await client.close()
-
-    asyncio.run(scenario())
+            stranger.communicate("")
 
 
 @pytest.mark.parametrize("accepted", ["before", "while the ports are closed to strangers"])

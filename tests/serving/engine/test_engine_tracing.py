@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import resource
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from fake_device import DECLINED, ENGAGED, make_core
+from fake_links import FakeLink
 
 from model_runner import SamplingParams
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import Engine
-from serving.engine.rank.tracing import StepTracer, profile_name
+from serving.engine.rank.tracing import StepTracer
 from serving.engine.wire.messages import (
-    FromEngine,
     ProfileWritten,
     Shutdown,
     StartProfile,
     StopProfile,
-    ToEngine,
 )
 from serving.requests import RequestInput
 from ubatch import Span, SpanKind, summarise
@@ -130,18 +128,12 @@ def test_a_profile_has_every_step(tmp_path: Path) -> None:
         assert trace is None
 
 
-def test_every_profile_has_a_name_of_its_own() -> None:
-    """Two within a second had one: the second replaced the first, or was refused."""
-    assert profile_name() != profile_name()
-
-
 @pytest.mark.parametrize("end", ["stop", "start"])
 def test_a_profile_that_ends_while_its_step_is_in_flight_is_no_statistic(tmp_path: Path, end: str) -> None:
     tracer = StepTracer()
     tracer.start_profile()
     for step in range(1, 41):
         with tracer.step() as trace:
-            assert trace is not None
             trace.spans += spans_of_a_step(step)
         if step < 40:
             tracer.engaged(trace)
@@ -195,24 +187,6 @@ def test_a_full_disk_says_what_was_lost_and_leaves_no_cut_file(tmp_path: Path) -
     assert path.read_text() == written
 
 
-class ProfileLink:
-    """Asks for a profile with names that lead elsewhere, and then ends the engine."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.script = [message for name in names for message in (StartProfile(), StopProfile(name))]
-        self.written: list[ProfileWritten] = []
-
-    def send(self, message: FromEngine) -> None:
-        self.written += [message] if isinstance(message, ProfileWritten) else []
-
-    def decide(self, messages: Sequence[ToEngine]) -> Sequence[ToEngine]:
-        return messages
-
-    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
-        script, self.script = self.script, []
-        yield from (*script, Shutdown())
-
-
 @pytest.mark.parametrize("configured", [True, False])
 def test_no_message_leads_a_profile_out_of_its_folder(
     configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -220,13 +194,15 @@ def test_no_message_leads_a_profile_out_of_its_folder(
     """Whoever gets hold of a rank's socket must not choose where files are written."""
     folder, elsewhere = tmp_path / "profiles", tmp_path / "elsewhere"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    link = ProfileLink([str(elsewhere / "x"), "../elsewhere/y", ".."])
+    names = (str(elsewhere / "x"), "../elsewhere/y", "..")
+    link = FakeLink(*(message for name in names for message in (StartProfile(), StopProfile(name))), Shutdown())
     core, _, _ = make_core(overlap=False)
     options = EngineOptions(Path("model"), profile_folder=folder if configured else None)
     Engine(options, 0, core, None, link).serve()
-    assert [each.error for each in link.written] == [None] * 3
+    written = [message for message in link.heard if isinstance(message, ProfileWritten)]
+    assert [each.error for each in written] == [None] * 3
     assert not elsewhere.exists()
-    for each in link.written:
+    for each in written:
         parent = Path(each.path).parent
         assert parent == folder if configured else parent.name.startswith("ubatch-profile-")
         assert Path(each.path).exists()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_mains import run_recounting_engine, tiny, tokens_of, wait_for
+from engine_mains import kill_engine, run_recounting_engine, tiny, tokens_of, wait_for
 from engine_served import LONG, PARAMS, PROMPTS, Served
 from repository import TINY_MOE
 
@@ -19,7 +17,6 @@ from moe import ExpertPlacement
 from moe.balance import Ints, LoadKind, read_loads
 from serving import LLM
 from serving import SamplingParams as UserParams
-from serving.balance import ExpertBalance
 from serving.engine.options import EngineOptions, RestartLimits
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.scheduler import SchedulerConfig
@@ -30,14 +27,8 @@ CHUNKED = SchedulerConfig(max_model_len=512, max_num_seqs=4, max_num_batched_tok
 DBO = UBatchConfig(enable_dbo=True, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=4)
 
 
-def balance_of(served: Served) -> ExpertBalance:
-    balance = served.client.balance
-    assert balance is not None
-    return balance
-
-
 def counts_of(served: Served) -> Ints:
-    return balance_of(served).window.counts
+    return served.client.balance.window.counts
 
 
 @pytest.mark.parametrize(
@@ -50,8 +41,7 @@ def counts_of(served: Served) -> Ints:
     ids=["lanes and chunked prompts", "tensor parallel", "drafts"],
 )
 def test_ranks_tell_every_routed_token_once(options: EngineOptions, tmp_path: Path) -> None:
-    served = Served(replace(options, profile_folder=tmp_path), run_recounting_engine)
-    try:
+    with Served(replace(options, profile_folder=tmp_path), run_recounting_engine) as served:
         assert not counts_of(served).any(), "a warm-up does not count"
         served.run(served.all_outputs("a"))
         served.run(served.client.settle())
@@ -67,8 +57,6 @@ def test_ranks_tell_every_routed_token_once(options: EngineOptions, tmp_path: Pa
         assert bool(overlapped) is options.dbo.enable_dbo
         served.run(asyncio.sleep(0.2))
         counts = counts_of(served)
-    finally:
-        served.close()
     recounts = [np.load(tmp_path / f"recount-{rank}.npy") for rank in range(2)]
     np.testing.assert_array_equal(counts, sum(recounts))
     if options.speculation is None:
@@ -82,23 +70,17 @@ def test_ranks_tell_every_routed_token_once(options: EngineOptions, tmp_path: Pa
 
 def test_a_restart_keeps_the_window(tmp_path: Path) -> None:
     path = tmp_path / "loads.npy"
-    served = Served(tiny(2, expert_parallel=True, restarts=RestartLimits(3), expert_load_out=path))
-    prompt = [5, 6, 7, 8]
-    every = replace(LONG, max_tokens=20)
-    per_request = [TOP_K * (len(prompt) + every.max_tokens - 1)] * (LAYERS - 1) + [TOP_K * every.max_tokens]
-    try:
+    with Served(tiny(2, expert_parallel=True, restarts=RestartLimits(3), expert_load_out=path)) as served:
+        prompt = [5, 6, 7, 8]
+        every = replace(LONG, max_tokens=20)
+        per_request = [TOP_K * (len(prompt) + every.max_tokens - 1)] * (LAYERS - 1) + [TOP_K * every.max_tokens]
         for number in (1, 2):
             served.run(tokens_of(served.client, f"r{number}", prompt, every))
             served.run(served.client.settle())
             assert counts_of(served).sum(axis=(0, 2)).tolist() == [number * count for count in per_request]
-            pid = served.client.pids[0]
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            assert served.run(wait_for(lambda: served.client.pause is not None))
+            served.run(kill_engine(served.client))
             assert served.run(wait_for(lambda: served.client.pause is None))
-        assert balance_of(served).window.steps == 2 * every.max_tokens
-    finally:
-        served.close()
+        assert served.client.balance.window.steps == 2 * every.max_tokens
     assert read_loads(path).sum(axis=(0, 2)).tolist() == [2 * count for count in per_request]
 
 
@@ -109,7 +91,6 @@ def test_an_llm_has_it_too(options: dict[str, Any], tmp_path: Path) -> None:
     with LLM(TINY_MOE, kv_cache_memory="16M", max_model_len=512, expert_load_out=path, **options) as llm:
         llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
         balance = llm.expert_balance()
-    assert balance is not None
     assert balance.placement.num_ranks == options.get("data_parallel_size", 1)
     assert balance.tokens(LoadKind.DECODE).sum(axis=1).tolist() == [TOP_K * 6 * len(PROMPTS)] * LAYERS
     assert balance.balancedness().shape == (LAYERS,)
@@ -118,8 +99,5 @@ def test_an_llm_has_it_too(options: dict[str, Any], tmp_path: Path) -> None:
 
 def test_ranks_of_tensor_parallelism_share_the_experts() -> None:
     """Also without `enable_expert_parallel`. If they do not divide, that is no placement on one rank."""
-    served = Served(tiny(1, tensor_parallel_size=2))
-    try:
-        assert balance_of(served).placement == ExpertPlacement.default(LAYERS, EXPERTS, 2)
-    finally:
-        served.close()
+    with Served(tiny(1, tensor_parallel_size=2)) as served:
+        assert served.client.balance.placement == ExpertPlacement.default(LAYERS, EXPERTS, 2)

@@ -19,18 +19,11 @@ from ubatch import ConfigError
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-@pytest.fixture
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that it is as before afterwards
-        monkeypatch.delenv(name)
-
-
 def levels(caplog: pytest.LogCaptureFixture) -> list[int]:
     return [each.levelno for each in caplog.records if each.name.startswith("serving")]
 
 
-@pytest.mark.usefixtures("unset")
+@pytest.mark.usefixtures("no_interface")
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
@@ -40,7 +33,7 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("unset")
+@pytest.mark.usefixtures("no_interface")
 @pytest.mark.parametrize(
     ("chosen", "several", "level"),
     [
@@ -73,7 +66,7 @@ def test_a_variable_of_nccl_that_nobody_reads_is_no_warning(
         assert levels(caplog) == [logging.INFO, level]
 
 
-@pytest.mark.usefixtures("unset")
+@pytest.mark.usefixtures("no_interface")
 def test_an_unknown_interface_is_an_error_only_with_several_machines(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,16 +50,13 @@ async def disturbed(client: EngineClient, disturb: Callable[[], object]) -> tupl
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_nodes_join_another_run(rank: int) -> None:
-    async def scenario() -> int:
-        async with two_nodes(restarts=RestartLimits(3), expert_parallel=True) as (client, node):
-            pids = [client.pids[0], engine_of_rank(1)]
-            before, after = await disturbed(client, lambda: os.kill(pids[rank] or 0, signal.SIGKILL))
-            assert after == before
-            assert client.resumed == 2
-        return await asyncio.wait_for(node, 30)
-
-    assert asyncio.run(scenario()) == 0
+async def test_all_nodes_join_another_run(rank: int) -> None:
+    async with two_nodes(restarts=RestartLimits(3), expert_parallel=True) as (client, node):
+        pids = [client.pids[0], engine_of_rank(1)]
+        before, after = await disturbed(client, lambda: os.kill(pids[rank] or 0, signal.SIGKILL))
+        assert after == before
+        assert client.resumed == 2
+    assert await asyncio.wait_for(node, 30) == 0
 
 
 def launched(options: EngineOptions) -> SpawnProcess:
@@ -69,38 +66,33 @@ def launched(options: EngineOptions) -> SpawnProcess:
 
 
 @pytest.mark.slow
-def test_a_node_that_was_lost_comes_back_or_the_run_ends_by_name() -> None:
-    async def scenario() -> None:
-        port = free_port()
-        first = launched(of_node(1, port))
-        client = await EngineClient.start(of_node(0, port))
-        again: list[SpawnProcess] = []
+async def test_a_node_that_was_lost_comes_back_or_the_run_ends_by_name() -> None:
+    port = free_port()
+    first = launched(of_node(1, port))
+    client = await EngineClient.start(of_node(0, port))
+    again: list[SpawnProcess] = []
 
-        def restart() -> None:
-            first.kill()
-            first.join()
-            again.append(launched(of_node(1, port)))
+    def restart() -> None:
+        first.kill()
+        first.join()
+        again.append(launched(of_node(1, port)))
 
-        try:
-            before, after = await disturbed(client, restart)
-            assert after == before
-            again[0].kill()
-            begun = time.monotonic()
-            lost = await asyncio.wait_for(client.wait_dead(), 60)
-            assert str(lost).endswith(
-                "Engines were started again, but rank 1 is lost: node 1 has not joined within 10 s."
-            )
-            assert time.monotonic() - begun < 3 * TIMEOUT_S
-        finally:
-            await client.close()
-            for each in (first, *again):
-                each.kill()
-                each.join()
-
-    asyncio.run(scenario())
+    try:
+        before, after = await disturbed(client, restart)
+        assert after == before
+        again[0].kill()
+        begun = time.monotonic()
+        lost = await asyncio.wait_for(client.wait_dead(), 60)
+        assert str(lost).endswith("Engines were started again, but rank 1 is lost: node 1 has not joined within 10 s.")
+        assert time.monotonic() - begun < 3 * TIMEOUT_S
+    finally:
+        await client.close()
+        for each in (first, *again):
+            each.kill()
+            each.join()
 
 
-def test_a_node_waits_until_the_run_that_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_waits_until_the_run_that_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store may still answer: on a GPU it does so as long as the ranks live, which take seconds to die."""
     kill = LocalEngines.kill
 
@@ -112,10 +104,7 @@ def test_a_node_waits_until_the_run_that_failed_is_gone(monkeypatch: pytest.Monk
     monkeypatch.setattr(RunHost, "admit_no_more", lambda host: None)
     monkeypatch.setattr(LocalEngines, "kill", kill_late)
 
-    async def scenario() -> int:
-        async with two_nodes(restarts=RestartLimits(3)) as (client, node):
-            before, after = await disturbed(client, lambda: os.kill(client.pids[0] or 0, signal.SIGKILL))
-            assert after == before
-        return await asyncio.wait_for(node, 30)
-
-    assert asyncio.run(scenario()) == 0
+    async with two_nodes(restarts=RestartLimits(3)) as (client, node):
+        before, after = await disturbed(client, lambda: os.kill(client.pids[0] or 0, signal.SIGKILL))
+        assert after == before
+    assert await asyncio.wait_for(node, 30) == 0

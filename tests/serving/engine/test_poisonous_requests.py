@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from engine_mains import POISON, run_poisonable_engine, tiny, tokens_of, two_nodes, wait_for
+from engine_mains import POISON, run_poisonable_engine, started, tiny, tokens_of, two_nodes, wait_for
 
 from model_runner import SamplingParams
 from serving.engine import EngineClient
@@ -26,11 +26,8 @@ async def engines(*, nodes: int = 1, **options: Any) -> AsyncIterator[EngineClie
         async with two_nodes(run_poisonable_engine, **options) as (client, _):
             yield client
         return
-    client = await EngineClient.start(tiny(**options), engine_main=run_poisonable_engine)
-    try:
+    async with started(tiny(**options), run_poisonable_engine) as client:
         yield client
-    finally:
-        await client.close()
 
 
 async def all_of(client: EngineClient, names: Sequence[str]) -> list[list[int]]:
@@ -47,20 +44,16 @@ async def all_of(client: EngineClient, names: Sequence[str]) -> list[list[int]]:
         pytest.param({"overlap_schedule": True}, id="overlapped loop", marks=pytest.mark.slow),
     ],
 )
-def test_only_the_poisonous_request_ends(options: dict[str, Any]) -> None:
+async def test_only_the_poisonous_request_ends(options: dict[str, Any]) -> None:
     """More failures than may be, apart from those of a search."""
     names = [f"other-{number}" for number in range(3)]
-
-    async def scenario() -> None:
-        async with engines(restarts=RestartLimits(2), **options) as client:
-            undisturbed = await all_of(client, names)
-            others = asyncio.create_task(all_of(client, names))
-            assert await wait_for(lambda: sum(each.num_running for each in client.statistics.values()) == len(names))
-            with pytest.raises(PoisonousRequest, match=r"'poison' has killed the engine .* poisoned"):
-                await tokens_of(client, "poison", [2, POISON], PARAMS)
-            assert await others == undisturbed
-            assert client.poisonous == 1
-            assert sum(client.restarts.values()) == client.restarts["failed"] > 2
-            assert client.pause is None
-
-    asyncio.run(scenario())
+    async with engines(restarts=RestartLimits(2), **options) as client:
+        undisturbed = await all_of(client, names)
+        others = asyncio.create_task(all_of(client, names))
+        assert await wait_for(lambda: sum(each.num_running for each in client.statistics.values()) == len(names))
+        with pytest.raises(PoisonousRequest, match=r"'poison' has killed the engine .* poisoned"):
+            await tokens_of(client, "poison", [2, POISON], PARAMS)
+        assert await others == undisturbed
+        assert client.poisonous == 1
+        assert sum(client.restarts.values()) == client.restarts["failed"] > 2
+        assert client.pause is None

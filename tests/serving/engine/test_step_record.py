@@ -109,6 +109,24 @@ def test_damage_is_noticed(memory: SharedMemory, place: int, caplog: pytest.LogC
     assert "is damaged" in caplog.text
 
 
+def recorded(core: EngineCore, memory: SharedMemory, names: str = "") -> EngineCore:
+    """The loop, with its record and these requests."""
+    core.record = StepRecord(memory)
+    for name in names:
+        ask(core, name)
+    return core
+
+
+def ask(core: EngineCore, name: str) -> None:
+    core.add(RequestInput(name, [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)))
+
+
+def drafting(proposer: FakeProposer, memory: SharedMemory, **config: int) -> EngineCore:
+    loop = make_loop(num_speculative_tokens=2, proposer=proposer, **config)
+    device: Any = FakeDevice(loop.runner)
+    return recorded(EngineCore(device, loop.scheduler, overlap_schedule=False), memory, "ab")
+
+
 @contextmanager
 def child(body: Callable[[], object]) -> Iterator[int]:
     """A process that runs the body, then waits."""
@@ -169,12 +187,10 @@ def test_who_reads_while_the_rank_runs_sees_whole_steps(memory: SharedMemory) ->
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_loop_writes_which_requests_run(memory: SharedMemory, overlap: bool) -> None:
     core, device, _ = make_core(overlap=overlap)
-    core.record = StepRecord(memory)
     launched: list[InStep] = []
     device.on_launch = lambda: launched.append(read_steps(memory))
-    core.add(RequestInput("a", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)))
-    core.step()
-    core.add(RequestInput("b", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)))
+    recorded(core, memory, "a").step()
+    ask(core, "b")
     assert read_steps(memory) == (InStep(True, ("a",)) if overlap else OUTSIDE)
     while core.has_work:
         core.step()
@@ -190,15 +206,9 @@ def test_the_loop_writes_which_requests_run(memory: SharedMemory, overlap: bool)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_raises_is_not_over(memory: SharedMemory, overlap: bool) -> None:
     core, device, _ = make_core(overlap=overlap)
-    core.record = StepRecord(memory)
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    device.on_launch = fail
-    core.add(RequestInput("a", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True)))
+    device.on_launch = Mock(side_effect=ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
-        core.step()
+        recorded(core, memory, "a").step()
     assert read_steps(memory) == InStep(True, ("a",))
 
 
@@ -210,13 +220,7 @@ def test_who_makes_drafts_is_recorded(memory: SharedMemory) -> None:
             seen.append(read_steps(memory))
             return super().propose(requests, counts)
 
-    proposer = Watching(lambda request, tokens: hashed(tokens))
-    loop = make_loop(num_speculative_tokens=2, proposer=proposer)
-    device: Any = FakeDevice(loop.runner)
-    core = EngineCore(device, loop.scheduler, overlap_schedule=False)
-    core.record = StepRecord(memory)
-    for name in "ab":
-        core.add(RequestInput(name, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
+    core = drafting(Watching(lambda request, tokens: hashed(tokens)), memory)
     while core.has_work:
         core.step()
         assert read_steps(memory) == OUTSIDE
@@ -224,16 +228,7 @@ def test_who_makes_drafts_is_recorded(memory: SharedMemory) -> None:
 
 
 def test_a_proposer_that_raises_is_no_fault_of_those_that_wait(memory: SharedMemory) -> None:
-    class Failing(FakeProposer):
-        def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Draft]:
-            raise ZeroDivisionError
-
-    loop = make_loop(num_speculative_tokens=2, proposer=Failing(lambda request, tokens: []), max_num_seqs=1)
-    device: Any = FakeDevice(loop.runner)
-    core = EngineCore(device, loop.scheduler, overlap_schedule=False)
-    core.record = StepRecord(memory)
-    for name in "ab":
-        core.add(RequestInput(name, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
+    core = drafting(FakeProposer(Mock(side_effect=ZeroDivisionError), right=1.0), memory, max_num_seqs=1)
     core.step()
     with pytest.raises(ZeroDivisionError):
         core.step()
@@ -241,8 +236,7 @@ def test_a_proposer_that_raises_is_no_fault_of_those_that_wait(memory: SharedMem
 
 
 def test_requests_whose_grammars_a_thread_makes_are_recorded(memory: SharedMemory) -> None:
-    core, _, _ = make_core(overlap=False)
-    core.record = StepRecord(memory)
+    core = recorded(make_core(overlap=False)[0], memory)
     made: Future[GrammarMaker] = Future()
     core._grammars = Mock(begin=Mock(return_value=made))
     for name in "abc":
@@ -263,10 +257,8 @@ def test_requests_whose_grammars_a_thread_makes_are_recorded(memory: SharedMemor
 def test_all_requests_of_a_scheduler_that_raises_are_recorded(
     memory: SharedMemory, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, _, _ = make_core(overlap=overlap, config=SchedulerConfig(max_model_len=256, max_num_seqs=1))
-    core.record = StepRecord(memory)
-    for name in "ab":
-        core.add(RequestInput(name, [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
+    config = SchedulerConfig(max_model_len=256, max_num_seqs=1)
+    core = recorded(make_core(overlap=overlap, config=config)[0], memory, "ab")
     core.step()
     monkeypatch.setattr(core.scheduler, "schedule", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
@@ -274,25 +266,22 @@ def test_all_requests_of_a_scheduler_that_raises_are_recorded(
     assert read_steps(memory) == InStep(True, ("a", "b"))
 
 
-def test_requests_of_a_scheduler_that_runs_none_are_recorded(
-    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_scheduler_that_runs_none_of_its_requests_is_found_out(
+    memory: SharedMemory, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_module, "_EMPTY_STEPS", 3)
-    core, _, _ = make_core(overlap=False)
-    core.record = StepRecord(memory)
+    core = recorded(make_core(overlap=overlap)[0], memory, "a")
     monkeypatch.setattr(core.scheduler._prefills, "plan", lambda budget: [])
-    core.add(RequestInput("a", [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
     core.step()
     core.step()
-    with pytest.raises(UBatchError, match="3 steps in a row had nothing to run"):
+    with pytest.raises(UBatchError, match=r"3 steps in a row had nothing to run: .*num_waiting=1"):
         core.step()
     assert read_steps(memory) == InStep(True, ("a",))
 
 
 def test_a_request_that_kills_before_its_first_step_is_recorded_alone(memory: SharedMemory) -> None:
-    core, _, _ = make_core(overlap=False)
-    core.record = StepRecord(memory)
-    link = Mock()
+    core, link = recorded(make_core(overlap=False)[0], memory), Mock()
     engine = Engine(tiny(), 0, core, None, link)
     params = SamplingParams(max_tokens=3)
     engine._handle(Add(RequestInput("good", [1], params), 1))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_device import FakeDevice, FakeStep, make_core
+from fake_links import FakeLink
 from fake_runner import VOCAB, FakeRunner, be_optimistic, expected
 from grammars import Rule, RuleMasks
 
@@ -43,35 +44,12 @@ pytestmark = pytest.mark.long
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=3)
 
 
-class Client:
-    """The client's end of one rank's link: what it says, and what it hears."""
-
-    def __init__(self, *messages: ToEngine) -> None:
-        self.to_engine: list[ToEngine] = list(messages)
-        self.heard: list[FromEngine] = []
-
-    def send(self, message: FromEngine) -> None:
-        self.heard.append(message)
-
-    def decide(self, messages: Sequence[ToEngine]) -> Sequence[ToEngine]:
-        return messages
-
-    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
-        if wait_s and not self.to_engine:
-            time.sleep(0.001)
-        while self.to_engine:
-            yield self.to_engine.pop(0)
-
-    def close(self) -> None:
-        pass
-
-
 class Group:
     """A leader and its followers, over real sockets."""
 
     def __init__(self, folder: Path, followers: int = 2, timeout_s: float = 30.0) -> None:
         self.look_out: Callable[[], None] = lambda: None
-        self.clients = [Client() for _ in range(1 + followers)]
+        self.clients = [FakeLink() for _ in range(1 + followers)]
         addresses = [f"ipc://{folder}/turns-{rank}" for rank in range(1, 1 + followers)]
         self.followers = [
             FollowerLink(client, address, (f"rank {rank}", "rank 0"), timeout_s, lambda: self.look_out())
@@ -125,13 +103,13 @@ def test_a_follower_says_nothing_of_requests(group: Group) -> None:
 def test_where_followers_listen(tmp_path: Path) -> None:
     """In the run's private folder on their own machine, however many machines there are."""
     options = EngineOptions(Path("model"), data_parallel_size=2, tensor_parallel_size=2, nnodes=2, master_port=1)
-    clients = Client(), Client(Abort("a"))
+    clients = FakeLink(), FakeLink(Abort("a"))
     follower = join_turns(clients[0], tmp_path, options, 3, lambda: None)
     leader = join_turns(clients[1], tmp_path, options, 2, lambda: None)
     with closing(follower), closing(leader):
         assert (tmp_path / "turns-3").is_socket()
         assert list(leader.receive()) == list(follower.receive()) == [Abort("a")]
-    alone = Client()
+    alone = FakeLink()
     assert join_turns(alone, tmp_path, EngineOptions(Path("model")), 0, lambda: None) is alone
 
 
@@ -199,7 +177,7 @@ class Recorder(FakeDevice):
         return super().launch(step)
 
 
-class Live(Client):
+class Live(FakeLink):
     """Says what comes over time, from another thread; `Shutdown` when all has ended that nobody takes back."""
 
     def __init__(self, messages: Sequence[ToEngine], draw: random.Random) -> None:
@@ -272,7 +250,7 @@ def staying(load: Sequence[ToEngine]) -> set[str]:
     return added - {message.request_id for message in load if isinstance(message, Abort)}
 
 
-def serve(core: EngineCore, link: Client | LeaderLink | FollowerLink, rank: int) -> None:
+def serve(core: EngineCore, link: FakeLink | LeaderLink | FollowerLink, rank: int) -> None:
     Engine(EngineOptions(Path("model"), tensor_parallel_size=3), rank, core, None, link).serve()
 
 

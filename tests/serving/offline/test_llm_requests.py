@@ -14,7 +14,6 @@ from model_runner import RequestError
 from serving import LLM, CompletionOutput, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from serving.offline.outputs import Logprob
 from serving.offline.prompts import read_prompts
-from ubatch import ConfigError
 
 pytestmark = pytest.mark.long
 
@@ -186,7 +185,6 @@ def test_log_probabilities_are_tables_with_the_own_token_first(llm: LLM) -> None
     params = SamplingParams(temperature=1.5, seed=3, n=2, logprobs=2, prompt_logprobs=1, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate([65, 66, 67], params)
     for only in output.outputs:
-        assert only.logprobs is not None
         assert [next(iter(table)) for table in only.logprobs] == only.token_ids
         assert {len(table) for table in only.logprobs} <= {2, 3}
         own = [table[token] for token, table in zip(only.token_ids, only.logprobs, strict=True)]
@@ -194,7 +192,6 @@ def test_log_probabilities_are_tables_with_the_own_token_first(llm: LLM) -> None
         assert all(isinstance(each, Logprob) and each.decoded_token is not None for each in own)
         for table in only.logprobs:
             assert {1, 2} <= {each.rank for each in table.values()}
-    assert output.prompt_logprobs is not None
     first, *rest = output.prompt_logprobs
     assert first is None
     assert [next(iter(table)) for table in rest if table is not None] == [66, 67]
@@ -254,13 +251,3 @@ def test_variables_of_the_template(llm: LLM) -> None:
     (not_thinking,) = llm.chat(USER, SamplingParams(max_tokens=1), chat_template_kwargs={"enable_thinking": False})
     assert str(not_thinking.prompt).endswith("<think>\n\n</think>\n\n")
     assert not str(thinking.prompt).endswith("<think>\n\n</think>\n\n")
-
-
-def test_without_a_tokenizer_outputs_have_tokens_alone() -> None:
-    options: Any = {"max_num_seqs": 1, "kv_cache_memory": "2M", "max_model_len": 64}
-    with LLM(TINY_CHAT, skip_tokenizer_init=True, **options) as llm:
-        (output,) = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(logprobs=0, max_tokens=2))
-        (table, _) = output.outputs[0].logprobs or ()
-        assert next(iter(table.values())).decoded_token is None
-        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
-            llm.chat(USER)

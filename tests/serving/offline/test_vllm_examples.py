@@ -207,7 +207,6 @@ def test_llm_engine_example() -> None:
                 finished[request_output.request_id] = request_output
     assert list(finished) == ["0", "1", "2"]
     scored = finished["0"].outputs[0]
-    assert scored.logprobs is not None
     assert len(scored.logprobs) == len(scored.token_ids) == 16
     for token, table in zip(scored.token_ids, scored.logprobs, strict=True):
         assert next(iter(table)) == token
@@ -233,7 +232,6 @@ def test_metrics(make_llm: MakeLLM) -> None:
     assert isinstance(running, Gauge)
     assert (generated.value >= 16, running.value) == (True, 0)
     stats = output.metrics
-    assert stats is not None
     assert stats.num_generation_tokens == 16
     assert 0 < stats.first_token_ts < stats.last_token_ts
     assert 0 < stats.first_token_latency < 60
@@ -350,23 +348,19 @@ async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> tup
     return text, count
 
 
-def test_async_llm_streaming(make_llm: MakeLLM, no_thread_leaks: None) -> None:
+async def test_async_llm_streaming(make_llm: MakeLLM, no_thread_leaks: None) -> None:
     """Also aborts, one output at the end, and the tokens that `LLM` has."""
-
-    async def main() -> None:
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(TINY_MOE), enforce_eager=True, **SMALL))
-        try:
-            streams = [stream_response(engine, prompt, f"stream-{i}") for i, prompt in enumerate(PROMPTS)]
-            told = await asyncio.gather(*streams)
-            whole = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95, seed=42, ignore_eos=True)
-            assert [text for text, _ in told] == texts(make_llm(TINY_MOE).generate(PROMPTS, whole))
-            assert max(count for _, count in told) > 3
-            await check_kinds_and_ends(engine)
-        finally:
-            engine.shutdown()
-        assert not engine.is_running
-
-    asyncio.run(main())
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(TINY_MOE), enforce_eager=True, **SMALL))
+    try:
+        streams = [stream_response(engine, prompt, f"stream-{i}") for i, prompt in enumerate(PROMPTS)]
+        told = await asyncio.gather(*streams)
+        whole = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.95, seed=42, ignore_eos=True)
+        assert [text for text, _ in told] == texts(make_llm(TINY_MOE).generate(PROMPTS, whole))
+        assert max(count for _, count in told) > 3
+        await check_kinds_and_ends(engine)
+    finally:
+        engine.shutdown()
+    assert not engine.is_running
 
 
 async def check_kinds_and_ends(engine: AsyncLLM) -> None:

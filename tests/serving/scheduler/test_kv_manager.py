@@ -42,7 +42,6 @@ def held(kv: KVManager, name: str, tokens: list[int], written: int = 0) -> Track
 
 
 def blocks(kv: KVManager, one: TrackedRequest) -> tuple[int, ...]:
-    assert one.row is not None
     return kv._table.blocks(one.row)
 
 

@@ -9,20 +9,19 @@ import pytest
 from fake_runner import Loop, make_loop, prompt_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from repository import TINY_MOE
 
 from model_runner import Step
 from model_runner.step.dp import make_offer
-from serving.options import resolve_keywords
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
 from serving.scheduler.request import shares_of
 from tests.support.shaped_steps import shaped_step
-from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig
+from ubatch import Decision, ForwardMode, UBatchConfig
 from ubatch.schedules.vote import decide
 
 pytestmark = pytest.mark.long
 
 PAGE = 16
+SIZES = {"num_blocks": 512, "block_size": PAGE, "max_model_len": 1024, "max_num_batched_tokens": 512}
 
 
 def counts(step: Step) -> tuple[int, int]:
@@ -33,14 +32,7 @@ def counts(step: Step) -> tuple[int, int]:
 
 def filled(limit: int | str | None, **config: object) -> Loop:
     """Four requests that decode, and prompts behind them."""
-    loop = make_loop(
-        num_blocks=512,
-        block_size=PAGE,
-        max_model_len=1024,
-        max_num_batched_tokens=512,
-        max_prefill_tokens_per_mixed_step=limit,
-        **config,  # type: ignore[arg-type]
-    )
+    loop = make_loop(**SIZES, max_prefill_tokens_per_mixed_step=limit, **config)  # type: ignore[arg-type]
     for number in range(4):
         loop.add(f"runs{number}", prompt_of(8, number), max_tokens=900, ignore_eos=True)
     loop.step()
@@ -72,29 +64,11 @@ def test_off_takes_what_there_is_room_for() -> None:
 
 
 def test_a_step_without_decodes_is_not_limited() -> None:
-    loop = make_loop(
-        num_blocks=512,
-        block_size=PAGE,
-        max_model_len=1024,
-        max_num_batched_tokens=512,
-        max_prefill_tokens_per_mixed_step=16,
-    )
+    loop = make_loop(**SIZES, max_prefill_tokens_per_mixed_step=16)
     for number in range(4):
         loop.add(f"r{number}", prompt_of(300, number), max_tokens=1)
     assert counts(loop.step()) == (0, 508)  # 300, and up to the end of a page
     assert counts(loop.step())[1] > 500
-
-
-def test_limits_that_cannot_work_are_refused() -> None:
-    name = "max_prefill_tokens_per_mixed_step"
-    for keywords, why in (
-        ({name: 8}, rf"{name} is 8, below --block-size \(16\)"),
-        ({name: 0}, f"{name}: "),
-        ({name: "auto", "prefill_first": True}, "no step is mixed"),
-        ({name: 64, "enable_chunked_prefill": False}, "cuts prompts, and enable_chunked_prefill forbids that"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            resolve_keywords(TINY_MOE, keywords)
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------
@@ -215,17 +189,15 @@ class Machine:
         for _ in range(times):
             self.limit.see(self.decodes, 0, seconds)
 
-    def mixed(self, times: int, token_us: float, *, alone_s: float = 0.010) -> list[tuple[int, float]]:
-        """The prompt tokens of so many steps, and their times; where the limit is 0 there is a page nevertheless."""
-        steps = []
+    def mixed(self, times: int, token_us: float, *, alone_s: float = 0.010) -> None:
+        """So many steps; where the limit is 0 there is a page nevertheless."""
         for _ in range(times):
             tokens = self.limit.tokens() or PAGE
-            steps.append((tokens, alone_s + token_us * 1e-6 * tokens))
-            self.limit.see(self.decodes, *steps[-1])
-        return steps
+            self.limit.see(self.decodes, tokens, alone_s + token_us * 1e-6 * tokens)
 
     def obeys(self, times: int, token_us: float, late: Sequence[float] = ()) -> list[tuple[int, float]]:
-        """The same, but steps are of decodes alone where the limit is 0; the first of these take `late`."""
+        """The prompt tokens of so many steps, and their times: steps are of decodes alone where the limit is 0, and the
+        first of these take `late`."""
         steps, late = [], list(late)
         for _ in range(times):
             tokens = self.limit.tokens()

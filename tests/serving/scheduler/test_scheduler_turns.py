@@ -19,6 +19,8 @@ from serving.scheduler.kv_manager import KVManager
 
 pytestmark = pytest.mark.long
 
+LARGE = {"num_blocks": 4096, "block_size": 16, "max_model_len": 1024, "max_num_batched_tokens": 256}
+
 
 def add_body(loop: Loop, name: str, count: int, length: int = 3, **params: object) -> None:
     for number in range(count):
@@ -133,14 +135,7 @@ def test_the_prompt_that_is_cut_and_others_both_get_on(budget: int) -> None:
 
 @pytest.mark.parametrize("limit", [16, 24, 31, 32, 48, "auto"])
 def test_with_any_limit_a_short_request_runs_beside_a_prompt_that_is_cut(limit: int | str) -> None:
-    loop = make_loop(
-        num_blocks=4096,
-        block_size=16,
-        max_model_len=1024,
-        max_num_batched_tokens=256,
-        max_prefill_tokens_per_mixed_step=limit,
-        checked=False,
-    )
+    loop = make_loop(**LARGE, max_prefill_tokens_per_mixed_step=limit, checked=False)
     loop.add("runs", [1] * 8, max_tokens=900, ignore_eos=True)
     loop.step()
     loop.add("long", [place * place % 49 + 1 for place in range(1000)], max_tokens=1)
@@ -158,13 +153,7 @@ def test_with_any_limit_a_short_request_runs_beside_a_prompt_that_is_cut(limit: 
 
 
 def test_who_waits_for_a_prefix_costs_a_step_little() -> None:
-    loop = make_loop(
-        num_blocks=4096,
-        block_size=16,
-        max_model_len=1024,
-        max_num_batched_tokens=256,
-        max_num_seqs=64,
-    )
+    loop = make_loop(**LARGE, max_num_seqs=64)
     shared = [place * place % 49 + 1 for place in range(120)]
     for number in range(2000):
         loop.add(f"r{number}", [*shared, number % 49 + 1, number // 49 + 1], group="body", max_tokens=1)
