@@ -98,6 +98,7 @@ MADE_UP: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("MiMoV2Flash", {"layernorm_epsilon": INF}, "layernorm_epsilon is inf"),
     ("DeepseekV3", {"routed_scaling_factor": INF}, "routed_scaling_factor is inf"),
+    ("Llama", {"architectures": None}, "architectures is None.*a list with one name"),
     ("Llama", {"architectures": ["x" * 10**6]}, r"architectures is \['xxx.*\.\.\.xxx.*at most 200 characters"),
     ("Llama", {"architectures": ["LlamaForCausalLn" * 10]}, "unknown architecture 'LlamaForCausalLn"),
     ("Llama", {"hidden_act": "x" * 10**6}, r"hidden_act is 'xxx.*\.\.\.xxx"),
