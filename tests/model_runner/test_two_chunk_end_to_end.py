@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import checkpoint_fixture
 from dense_checkpoint import make_small
 from fake_device import run
 
@@ -77,9 +78,7 @@ def serve(runner: ModelRunner, tokens_a_step: int, *, prefix_cache: bool = True)
     ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small(tmp_path_factory.mktemp("two_chunk"), dense=False)
+checkpoint = checkpoint_fixture(make_small, dense=False)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import checkpoint_fixture
 from draft_cases import make_head
 from fake_graphs import FakeGraphs
 from runner_graph_cases import TINY, make_checkpoint, make_runner
@@ -22,9 +23,7 @@ from serving.scheduler import SchedulerConfig
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("capture") / "tiny")
+checkpoint = checkpoint_fixture(make_checkpoint)
 
 
 def runner_of(checkpoint: Path, **options: Any) -> ModelRunner:

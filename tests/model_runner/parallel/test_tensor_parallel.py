@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_times import efficiency_of, scaled
@@ -77,9 +77,7 @@ DECODE, PREFILL = fingerprint(ForwardMode.DECODE), fingerprint(ForwardMode.PREFI
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("shared"), "Qwen3Moe", num_hidden_layers=2)
+path = checkpoint_fixture(make_checkpoint, "Qwen3Moe", num_hidden_layers=2)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------

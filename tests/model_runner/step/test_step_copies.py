@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attention_batches import Batch, MLABatch
+from checkpoints import checkpoint_fixture
 from dense_checkpoint import make_small
 from draft_cases import drafted_tokens
 from flashinfer_cases import DECODE, EXTEND, LIMITS, MIXED, PREFIX, VERIFY, install, make, padded, run
@@ -208,9 +209,7 @@ DRAWN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small(tmp_path_factory.mktemp("copies"), dense=True, layers=1)
+checkpoint = checkpoint_fixture(make_small, dense=True, layers=1)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import checkpoint_fixture
 from dense_checkpoint import make_small
 from fake_device import run
 from fake_streams import FakeEvent, FakeStream
@@ -47,9 +48,7 @@ CONSTRAINED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small(tmp_path_factory.mktemp("streams"), dense=True, layers=1)
+checkpoint = checkpoint_fixture(make_small, dense=True, layers=1)
 
 
 @pytest.fixture(autouse=True, scope="module")
