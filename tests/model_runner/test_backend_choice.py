@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from attention import AttentionShape, MLAShape, make_kv_cache, resolve_attention
 from attention.backends import registry
 from model_runner import ModelRunner
 from model_runner.backend_choice import _choose, resolve_attention, resolve_experts, resolve_fp8_blocks
-from model_runner.models.qwen3_moe import Qwen3MoeForCausalLM
+from model_runner.models.registry import read_model
 from model_runner.weights.quantization import WeightQuantization
 from model_runner.weights.weights import Checkpoint
 from moe import All2All, ExpertsNeeds, ExpertsShape, experts_backends, fastest_experts, make_all2all, usable_experts
@@ -67,14 +66,9 @@ checkpoint = checkpoint_fixture(make_checkpoint)
 
 
 def resolve(checkpoint: Path, name: str = "auto", **options: Any) -> str:
-    config = Qwen3MoeForCausalLM.read_config(*_configs(checkpoint))
+    config = read_model(Checkpoint(checkpoint))[1]
     transport = make_all2all("local", group=None, num_experts=TINY.num_experts)
     return resolve_experts(name, config, options.pop("all2all", transport), torch.float32, CPU, **options)
-
-
-def _configs(checkpoint: Path) -> tuple[Any, Any]:
-    with closing(Checkpoint(checkpoint)) as opened:
-        return opened.config, opened.generation_config()
 
 
 def in_blocks() -> All2All:
@@ -116,7 +110,7 @@ def test_experts_stored_in_fp8_stay_so_whoever_is_the_fastest(
 
 def test_a_signalled_schedule_gets_dequantised_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_checkpoint(tmp_path, replace(TINY, hidden_size=128, moe_intermediate_size=128))
-    config = Qwen3MoeForCausalLM.read_config(*_configs(path))
+    config = read_model(Checkpoint(path))[1]
     stored = WeightQuantization("fp8", ("_scale",), (128, 128))
     for schedule, block in (("single_batch", (128, 128)), ("single_batch_signalled", None)):
         dbo = UBatchConfig(schedule=replace(SCHEDULES[schedule], comm_sms=0))

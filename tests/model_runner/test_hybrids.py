@@ -130,12 +130,8 @@ def test_requests_go_on_from_snapshots(
         prompts += [[*prompts[3][:12], 1, 2, 3], prompts[3]]
         with ModelRunner(paths[family], num_kv_blocks=320, block_size=4, max_num_seqs=len(prompts)) as runner:
             guesses = [each.token_ids for each in generate(runner, prompts, SamplingParams(max_tokens=case["new"]))]
-        waves = [
-            [
-                (prompt, reference_greedy(reference, prompt, case["new"], guess)[0])
-                for prompt, guess in zip(prompts, guesses, strict=True)
-            ]
-        ]
+        pairs = zip(prompts, guesses, strict=True)
+        waves = [[(prompt, reference_greedy(reference, prompt, case["new"], guess)[0]) for prompt, guess in pairs]]
     monkeypatch.setattr(kv_manager, "SNAPSHOT_INTERVAL", case.get("interval", 256))
     speculation = SpeculationConfig(Algorithm.NGRAM, 3) if case.get("drafts") else None
     known = {tuple(prompt): answer for wave in waves for prompt, answer in wave}

@@ -12,16 +12,7 @@ import pytest
 import torch
 from checkpoints import checkpoint_fixture
 from fake_graphs import FakeGraphs
-from runner_graph_cases import (
-    Job,
-    StaticExperts,
-    make_captured,
-    make_checkpoint,
-    make_load,
-    make_runner,
-    serve,
-    start,
-)
+from runner_graph_cases import Job, StaticExperts, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch
 from tests.support.shaped_steps import decided_step

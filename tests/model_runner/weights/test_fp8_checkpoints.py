@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load_reference, make_checkpoint, reference_greedy, with_tensors
-from fp8_checkpoints import (
-    FP8,
-    Kind,
-    blockwise,
-    compressed,
-    dequantize,
-    load_share,
-    one_weight,
-    quantize,
-    write_fp8,
-)
+from fp8_checkpoints import FP8, Kind, blockwise, compressed, dequantize, load_share, one_weight, quantize, write_fp8
 from model_checks import PROMPTS, close, expected_logits, prefill_logits
 from safetensors.torch import load_file
 from step_cases import StepStreamsFake
