@@ -75,13 +75,7 @@ MADE_UP: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"rope_parameters": {"high_freq_factor": 1.0}}, r"high_freq_factor is 1\.0.*more than"),
     *(
         ("DeepseekV3", {"rope_parameters": {"factor": factor}}, f"factor is .*{shown}")
-        for factor, shown in (
-            (1e300, "e.300"),
-            (INF, "inf"),
-            (NAN, "nan"),
-            (10**400, "00"),
-            (5e5, "64 original"),
-        )
+        for factor, shown in ((1e300, "e.300"), (INF, "inf"), (NAN, "nan"), (10**400, "00"), (5e5, "64 original"))
     ),
     ("DeepseekV3", {"rope_parameters": {"beta_fast": INF}}, "beta_fast is inf"),
     ("DeepseekV3", {"rope_parameters": {"mscale": NAN}}, "mscale is nan"),

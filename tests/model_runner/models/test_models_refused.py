@@ -61,11 +61,7 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
         ("Llama", {"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
         (
             "Qwen3",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
             "layer_types is .*for each of its 3 layers",
         ),
         ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "the same attention.*Ministral's"),

@@ -19,13 +19,7 @@ from torch import nn
 
 from attention import UBatchAttention
 from attention.linear.choice import runs_in_triton
-from model_runner import (
-    Checkpoint,
-    CheckpointError,
-    ModelConfig,
-    check_tensor_parallel,
-    known_architectures,
-)
+from model_runner import Checkpoint, CheckpointError, ModelConfig, check_tensor_parallel, known_architectures
 from model_runner.decoder import sparse_mlp
 from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.layers import Projection

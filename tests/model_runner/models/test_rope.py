@@ -157,10 +157,7 @@ def test_what_a_config_may_leave_out() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"rope_parameters": {"rope_type": "longrope"}},
-            "rope type is 'longrope'.*one of 'default', 'linear'",
-        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type is 'longrope'.*one of 'default', 'linear'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "has no 'factor'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0"),

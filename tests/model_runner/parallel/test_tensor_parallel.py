@@ -185,10 +185,7 @@ def test_every_lane_knows_the_buffers(path: Path) -> None:
             (c.num_tokens, c.local_dp_buffer_len, c.global_dp_buffer_len, c.tokens_across_ranks, c.global_mode)
             for c in step.contexts
         ]
-        assert known == [
-            (4, 4, 6, (1, 0, 2, 2), ForwardMode.PREFILL),
-            (3, 4, 6, (1, 0, 2, 1), ForwardMode.PREFILL),
-        ]
+        assert known == [(4, 4, 6, (1, 0, 2, 2), ForwardMode.PREFILL), (3, 4, 6, (1, 0, 2, 1), ForwardMode.PREFILL)]
 
         idle = build_input_batch([], runner.request_table, runner.kv_cache.spec)
         decode = Decision(False, None, None, ((3,), (3,), (0,), (0,)), modes=(DECODE, DECODE, PREFILL, PREFILL))

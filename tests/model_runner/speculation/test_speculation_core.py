@@ -275,5 +275,5 @@ def test_the_document_has_the_table_of_modes() -> None:
     ]
     assert shown[2:] == expected
     assert {traits.sglang for traits in MODES.values()} == {
-        *("DECODE", "EXTEND", "MIXED", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"),
+        *("DECODE", "EXTEND", "MIXED", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2")
     }

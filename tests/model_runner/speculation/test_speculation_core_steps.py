@@ -47,11 +47,7 @@ class Recorder:
     modes: list[ForwardMode] = field(default_factory=list)
 
     def observe(
-        self,
-        batch: Step,
-        hidden: Tensor,
-        tokens: Sequence[tuple[int, ...]],
-        accepted_rows: Sequence[tuple[int, ...]],
+        self, batch: Step, hidden: Tensor, tokens: Sequence[tuple[int, ...]], accepted_rows: Sequence[tuple[int, ...]]
     ) -> None:
         assert torch.is_inference_mode_enabled()
         assert hidden.shape == (batch.num_tokens, self.runner.config.hidden_size)

@@ -36,11 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
         blockwise(24, 16, scales=torch.uint8, scale_fmt="ue8m0"),
     ),
     "MiMo-V2-Flash": ("MiMoV2Flash", {}, blockwise(16, 20, plain=["layers.1.self_attn.o_proj"])),
-    "per tensor": (
-        "Mixtral",
-        {},
-        Kind({"quant_method": "fp8"}, (0, 0), "_scale", dims=0),
-    ),
+    "per tensor": ("Mixtral", {}, Kind({"quant_method": "fp8"}, (0, 0), "_scale", dims=0)),
     "compressed per tensor": ("Llama", {}, compressed("tensor", dims=1, plain=["layers.0.mlp.down_proj"])),
     "compressed per channel": ("Qwen3Moe", {}, compressed("channel", block=(1, 0))),
     "compressed blocks": ("Llama", {}, compressed("block", block=(16, 32))),

@@ -55,9 +55,7 @@ def tell_of_files(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str, Tensor],
     """Let `tell` know (name of the file, tensor) of all that any checkpoint maps."""
     real = weights_module.safe_open
     monkeypatch.setattr(
-        weights_module,
-        "safe_open",
-        lambda path, **options: Mapped(real(path, **options), Path(path).name, tell),
+        weights_module, "safe_open", lambda path, **options: Mapped(real(path, **options), Path(path).name, tell)
     )
 
 
