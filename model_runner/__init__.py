@@ -74,10 +74,7 @@ from model_runner.sampling.sampling_params import (
     SamplingParams,
 )
 from model_runner.sampling.token_ids import TokenIds
-from model_runner.settings import (
-    DEFAULT_KV_CACHE_MEMORY,
-    RunnerSettings,
-)
+from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, RunnerSettings
 from model_runner.speculation import Acceptance, Draft, Proposer, StepObserver
 from model_runner.step.batch import build_input_batch
 from model_runner.step.dp import coordinate_batch_across_dp, make_offer

@@ -250,7 +250,9 @@ def _choose(
                 chosen = own = fastest(names)
             if group is None:
                 break
-            chosen = _of_first_rank(own, known, group)
+            name = known[int(group.least(known.index(own.name) if group.rank == 0 else len(known)))]
+            if name != own.name:
+                chosen = Chosen(name, f"as rank {group.ranks[0]} found; here {own.name} was the {own.reason}")
             with taking_long(f"trying the {what} {chosen.name}"):
                 works = own.works(chosen.name)  # own choice included: it may come from another rank's file
             if group.least(float(works)):
@@ -262,11 +264,3 @@ def _choose(
         _logger.info("%s %s is left out: %s", what, name, why)
     _logger.info("%s: %s, %s", what, chosen.name, chosen.reason)
     return chosen.name
-
-
-def _of_first_rank(own: Chosen, known: Sequence[str], group: CommGroup) -> Chosen:
-    offered = known.index(own.name) if group.rank == 0 else len(known)
-    name = known[int(group.least(offered))]
-    if name == own.name:
-        return own
-    return Chosen(name, f"as rank {group.ranks[0]} found; here {own.name} was the {own.reason}")

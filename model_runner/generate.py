@@ -97,7 +97,17 @@ def generate(
     """
     runner.check_open()
     with runner.together():
-        requests = _make_requests(runner, prompts, params, max_num_batched_tokens)
+        if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
+            raise RequestError(f"max_num_batched_tokens must be at least 1, not {max_num_batched_tokens}.")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise RequestError(
+                f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all or one each."
+            )
+        requests = []
+        for index, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
+            check_request(runner, prompt, param, index)
+            requests.append(Request(index, list(prompt), param))
         job = _Job(runner, deque(enumerate(requests)), max_num_batched_tokens or sys.maxsize, on_token)
         try:
             while job.step():
@@ -142,24 +152,6 @@ def check_request(runner: ModelRunner, token_ids: Sequence[int], params: Samplin
             f"prompt {name} needs {needed} KV blocks for {total} tokens, the cache has {blocks}; raise num_kv_blocks "
             f"or kv_cache_memory (--kv-cache-memory), or lower max_tokens."
         )
-
-
-def _make_requests(
-    runner: ModelRunner,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams],
-    max_num_batched_tokens: int | None,
-) -> list[Request]:
-    if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
-        raise RequestError(f"max_num_batched_tokens must be at least 1, not {max_num_batched_tokens}.")
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(each) != len(prompts):
-        raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all or one each.")
-    requests = []
-    for index, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
-        check_request(runner, prompt, param, index)
-        requests.append(Request(index, list(prompt), param))
-    return requests
 
 
 @dataclass

@@ -28,7 +28,6 @@ from model_runner.balance import Mover
 from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.graphs.runner_graphs import CapturingRunner
-from model_runner.parallel.tensor_parallel import WHOLE
 from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.speculation.accept import check_acceptance
 from model_runner.speculation.proposer import StepObserver
@@ -36,7 +35,6 @@ from model_runner.step.batch import build_input_batch
 from model_runner.step.context import plan_step
 from model_runner.step.dp import content_of, coordinate_batch_across_dp
 from model_runner.step.request import ScheduledRequest
-from model_runner.step.request_memory import RequestMemory
 from model_runner.step.step import Step
 from moe import ExpertPlacement
 from ubatch import ForwardMode, SplitCost, UBatchError, UBatchWrapper
@@ -45,7 +43,7 @@ from ubatch.streams import to_device
 from ubatch.wrapper import run_decided
 
 
-class StepRunner(CapturingRunner, RequestMemory):
+class StepRunner(CapturingRunner):
     """The steps of `ModelRunner`, which makes what they run with."""
 
     step_settings: StepSettings
@@ -123,8 +121,7 @@ class StepRunner(CapturingRunner, RequestMemory):
             StepOrderError, RequestError, KVCacheExhausted: see `launch`.
             UBatchError: the runner was closed.
         """
-        if self.closed:
-            self.check_open()
+        self.check_open()
         step = scheduled if isinstance(scheduled, Step) else Step.of(scheduled)
         check_acceptance(step.shares, self.settings.acceptance)
         masked = self.graphs is not None and self.graphs.takes_trees
@@ -169,9 +166,8 @@ class StepRunner(CapturingRunner, RequestMemory):
         """
         if wrapper is None and step.graph is not None and self.graphs is not None:
             return self.graphs.replay(step, step.graph)
-        shard = WHOLE if self.tensor_parallel is None else self.tensor_parallel.shard
         with self.streams.planning():
-            step = plan_step(step, self.attention, shard, needed_rows=needed_rows)
+            step = plan_step(step, self.attention, self._shard, needed_rows=needed_rows)
         with nullcontext() if self.mover is None or not self.mover.busy else in_gaps(self.mover.fill_gap):
             outputs = run_decided(self.wrapper if wrapper is None else wrapper, step)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -10,6 +10,4 @@ cpu_dtype      the faster dtype on this CPU
 
 from model_runner.auto.step_settings import Proposal
 
-__all__ = [
-    "Proposal",
-]
+__all__ = ["Proposal"]

@@ -15,6 +15,4 @@ decoder             the stack of layers: `DecoderLM`
 
 from model_runner.decoder.config import DecoderConfig
 
-__all__ = [
-    "DecoderConfig",
-]
+__all__ = ["DecoderConfig"]

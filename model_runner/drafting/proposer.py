@@ -93,7 +93,9 @@ class DraftProposer:
             hidden = hidden.index_select(0, extend.rows)
         elif self._reads_hidden:
             # Each row reads the next row's token; a share's last row the sampled token, or the next chunk's first.
-            (follows,) = to_device([torch.tensor(_following(step, tokens))], self._draft.device)
+            shares = zip(step.shares, tokens, step.metadata.seq_lens_cpu, strict=True)
+            after = [own[0] if own else share.request.token_ids[end] for share, own, end in shares]
+            (follows,) = to_device([torch.tensor(after)], self._draft.device)
             ids = ids.roll(-1).index_copy_(0, extend.last_rows, follows)
         result = self._draft.extend(extend.metadata, ids, extend.positions, hidden)
         requests = [share.request for share in step.shares]
@@ -169,9 +171,3 @@ class DraftProposer:
             probs = None if sources is None or greedy else sources[index, :count]
             made.append(Draft(tuple(own[:count]), probs=probs))
         return made
-
-
-def _following(step: Step, tokens: Sequence[tuple[int, ...]]) -> list[int]:
-    """The token after each share: the sampled token, or for an unfinished prompt its next token."""
-    shares = zip(step.shares, tokens, step.metadata.seq_lens_cpu, strict=True)
-    return [own[0] if own else share.request.token_ids[end] for share, own, end in shares]

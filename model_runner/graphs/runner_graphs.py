@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from attention import KVCache, RequestToTokenTable, StatePool, UBatchAttention
+from attention import StatePool, UBatchAttention
 from model_runner.decoder.base import CausalLM, ModelConfig
 from model_runner.graphs.batches import CapturedSteps, GraphSetting
 from model_runner.graphs.mode import capturable_families, resolve_graph_mode
@@ -20,12 +20,13 @@ from model_runner.speculation.proposer import StepObserver
 from model_runner.step.future_map import FutureMap
 from model_runner.step.graph_sizes import GraphShape, capture_sizes, graph_families
 from model_runner.step.logprobs import PromptCarry
+from model_runner.step.request_memory import RequestMemory
 from model_runner.step.streams import StepStreams
 from moe import All2All
 from ubatch import CapturedGraph, CommGroup, CUDAGraphMode, CudaGraphs, GraphBackend, UBatchConfig, UBatchWrapper
 
 
-class CapturingRunner:
+class CapturingRunner(RequestMemory):
     """What `ModelRunner` is made of, and its captured steps. Draft networks see their target's runner as one.
 
     Attributes:
@@ -48,12 +49,9 @@ class CapturingRunner:
     listen: Callable[[], None]
     experts_backend: str
     max_num_seqs: int
-    max_model_len: int
     states: StatePool | None
     streams: StepStreams
     wrapper: UBatchWrapper
-    kv_cache: KVCache
-    request_table: RequestToTokenTable
     attention: UBatchAttention
     graphs: GraphSteps | None
     future_map: FutureMap

@@ -9,17 +9,7 @@ Draft networks are in `model_runner.drafting`; trees of drafts in `model_runner.
 """
 
 from model_runner.speculation.accept import Acceptance
-from model_runner.speculation.extend import DraftExtendBatch, draft_extend_batch
 from model_runner.speculation.ngram import NgramIndex, NgramProposer
 from model_runner.speculation.proposer import Draft, Proposer, StepObserver
 
-__all__ = [
-    "Acceptance",
-    "Draft",
-    "DraftExtendBatch",
-    "NgramIndex",
-    "NgramProposer",
-    "Proposer",
-    "StepObserver",
-    "draft_extend_batch",
-]
+__all__ = ["Acceptance", "Draft", "NgramIndex", "NgramProposer", "Proposer", "StepObserver"]

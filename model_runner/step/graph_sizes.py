@@ -110,13 +110,6 @@ class GraphFamily:
         return min((shape for shape in roomy if shape.lane_tokens >= lane_tokens), default=None)
 
 
-def default_capture_sizes(max_num_seqs: int, largest: int | None = None) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8 below 256, and of 16 from there on; and the largest possible size."""
-    top = min(max_num_seqs, _LARGEST_BY_DEFAULT if largest is None else largest)
-    usual = (1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16))
-    return tuple(sorted({*(size for size in usual if size <= top), top}))
-
-
 def capture_sizes(max_num_seqs: int, sizes: Iterable[int] | None = None, largest: int | None = None) -> tuple[int, ...]:
     """The sizes to capture, in requests, ascending.
 
@@ -132,7 +125,10 @@ def capture_sizes(max_num_seqs: int, sizes: Iterable[int] | None = None, largest
     if largest is not None and largest < 1:
         raise ConfigError(f"max_cudagraph_capture_size must be at least 1, not {largest}.")
     if sizes is None:
-        return default_capture_sizes(max_num_seqs, largest)
+        # 1, 2, 4, then multiples of 8 below 256, and of 16 from there on; and the largest possible size.
+        top = min(max_num_seqs, _LARGEST_BY_DEFAULT if largest is None else largest)
+        usual = (1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16))
+        return tuple(sorted({*(size for size in usual if size <= top), top}))
     chosen = tuple(sorted(set(sizes)))
     if not chosen:
         raise ConfigError("cudagraph_capture_sizes is empty. Leave it out for the default, or use cudagraph_mode none.")

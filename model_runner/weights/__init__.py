@@ -20,10 +20,4 @@ from model_runner.weights.files import read_json
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.kept import KeptStart, describe_files
 
-__all__ = [
-    "HFConfig",
-    "KeptStart",
-    "describe_files",
-    "open_checkpoint",
-    "read_json",
-]
+__all__ = ["HFConfig", "KeptStart", "describe_files", "open_checkpoint", "read_json"]

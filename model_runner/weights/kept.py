@@ -25,7 +25,8 @@ import pickle
 import platform
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,40 +124,28 @@ def describe_files(*folders: Path | None) -> str:
     return json.dumps([(name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in facts])
 
 
-class _Measured(MutableMapping[str, Any]):
+class _Measured(UserDict[str, Any]):
     """Entries of JSON in a file in memory; those that are added are written at once."""
 
     def __init__(self, memory: int, start: int) -> None:
+        super().__init__()
         self._memory, self._end = memory, start
-        self._known: dict[str, Any] = {}
         text = os.pread(memory, _MEASURED_BYTES, 0)
         while self._end + _ENTRY.size <= len(text):
             length, checksum = _ENTRY.unpack_from(text, self._end)
             entry = text[self._end + _ENTRY.size :][:length]
             if not length or zlib.crc32(entry) != checksum:  # the end, or its process was killed meanwhile
                 return
-            self._known.update([json.loads(entry)])
+            self.data.update([json.loads(entry)])
             self._end += _ENTRY.size + length
 
     def __setitem__(self, name: str, value: Any) -> None:
         entry = json.dumps((name, value)).encode()
         entry = _ENTRY.pack(len(entry), zlib.crc32(entry)) + entry
-        self._known[name] = value
+        super().__setitem__(name, value)
         if self._end + len(entry) <= _MEASURED_BYTES:
             os.pwrite(self._memory, entry, self._end)
             self._end += len(entry)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._known[name]
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("what was measured stays.")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -9,22 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import checkpoint_fixture
 from fastest_cases import told
 from flashinfer_cases import install
 from flashinfer_standin import StandIns
 from flashinfer_standin_moe import cutlass_fused_moe
+from request_steps import admitted, prefill
 from runner_graph_cases import TINY, make_checkpoint
 
 import attention.backends.fastest
 import moe.experts.fastest
 from attention import AttentionShape, MLAShape, make_kv_cache, resolve_attention_backend
 from attention.backends import registry
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner import ModelRunner
 from model_runner.backend_choice import _choose, resolve_attention, resolve_experts, resolve_fp8_blocks
-from model_runner.models.qwen3_moe import Qwen3MoeForCausalLM
+from model_runner.models.registry import read_model
 from model_runner.weights.quantization import WeightQuantization
 from model_runner.weights.weights import Checkpoint
-from moe import ExpertsNeeds, ExpertsShape, experts_backends, fastest_experts, make_all2all, usable_experts
+from moe import All2All, ExpertsNeeds, ExpertsShape, experts_backends, fastest_experts, make_all2all, usable_experts
 from moe.experts import flashinfer
 from moe.experts.flashinfer import FlashInferExperts
 from ranks import run_ranks
@@ -57,26 +59,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIns:
     return standins
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
+checkpoint = checkpoint_fixture(make_checkpoint)
 
 
 # ------------------------------------------------------------------------------------------------------------- experts
 
 
 def resolve(checkpoint: Path, name: str = "auto", **options: Any) -> str:
-    config = Qwen3MoeForCausalLM.read_config(*_configs(checkpoint))
+    config = read_model(Checkpoint(checkpoint))[1]
     transport = make_all2all("local", group=None, num_experts=TINY.num_experts)
     return resolve_experts(name, config, options.pop("all2all", transport), torch.float32, CPU, **options)
 
 
-def _configs(checkpoint: Path) -> tuple[Any, Any]:
-    opened = Checkpoint(checkpoint)
-    try:
-        return opened.config, opened.generation_config()
-    finally:
-        opened.close()
+def in_blocks() -> All2All:
+    """A transport that sends blocks, as torch_dist."""
+    transport = make_all2all("local", group=None, num_experts=TINY.num_experts)
+    transport.traits = replace(transport.traits, sends_blocks=True)
+    return transport
 
 
 def test_flashinfers_experts_are_chosen_where_they_are_the_fastest(
@@ -111,10 +110,8 @@ def test_experts_stored_in_fp8_stay_so_whoever_is_the_fastest(
 
 def test_a_signalled_schedule_gets_dequantised_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = make_checkpoint(tmp_path, replace(TINY, hidden_size=128, moe_intermediate_size=128))
-    config, stored = (
-        Qwen3MoeForCausalLM.read_config(*_configs(path)),
-        WeightQuantization("fp8", ("_scale",), (128, 128)),
-    )
+    config = read_model(Checkpoint(path))[1]
+    stored = WeightQuantization("fp8", ("_scale",), (128, 128))
     for schedule, block in (("single_batch", (128, 128)), ("single_batch_signalled", None)):
         dbo = UBatchConfig(schedule=replace(SCHEDULES[schedule], comm_sms=0))
         with caplog.at_level(logging.INFO, "model_runner"):
@@ -151,10 +148,9 @@ def test_only_ours_take_batches_by_expert_and_signal(checkpoint: Path) -> None:
 
 
 def test_a_signalled_schedule_over_a_transport_that_sends_blocks_gets_experts_in_blocks(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transport = make_all2all("local", group=None, num_experts=TINY.num_experts)
-    monkeypatch.setattr(transport, "traits", replace(transport.traits, sends_blocks=True))  # as torch_dist
+    transport = in_blocks()
     signalled = UBatchConfig(schedule=replace(SCHEDULES["single_batch_signalled"], comm_sms=0))
     with caplog.at_level(logging.INFO, "model_runner"):
         assert resolve(checkpoint, all2all=transport, dbo=signalled) == "grouped"
@@ -193,12 +189,8 @@ def test_experts_by_name_that_take_reserved_sms_are_warned_of(
     assert not caplog.records
 
 
-def test_in_blocks_there_are_no_experts_that_leave_sms(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    transport = make_all2all("local", group=None, num_experts=TINY.num_experts)
-    monkeypatch.setattr(transport, "traits", replace(transport.traits, sends_blocks=True))  # as torch_dist
-    assert resolve(checkpoint, all2all=transport, dbo=UBatchConfig(schedule="single_batch_signalled")) == "grouped"
+def test_in_blocks_there_are_no_experts_that_leave_sms(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve(checkpoint, all2all=in_blocks(), dbo=UBatchConfig(schedule="single_batch_signalled")) == "grouped"
     assert "grouped takes all SMs, though" in caplog.text
 
 
@@ -252,11 +244,10 @@ def test_a_runner_takes_what_was_measured_and_computes_the_same(
     """Before the change its experts were Triton's whatever was installed."""
     options: dict[str, Any] = {"num_kv_blocks": 8, "block_size": 16}
 
-    def first_tokens(runner: ModelRunner) -> tuple[int, ...]:
-        request = Request(0, [5, 6, 7], SamplingParams())
-        runner.admit(request, 4)
-        (tokens,) = runner.execute([ScheduledRequest(request, 3)]).tokens
-        return tokens
+    def first_tokens(runner: ModelRunner) -> list[int]:
+        (request,) = admitted(runner, [[5, 6, 7]], 1)
+        prefill(runner, [request])
+        return request.output_token_ids
 
     told(monkeypatch, tmp_path, {"flashinfer": (1.0, 1.0), "triton": (2.0, 2.0), "grouped_mm": (3.0, 3.0)})
     with ModelRunner(checkpoint, **options) as runner:

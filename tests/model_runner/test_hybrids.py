@@ -12,6 +12,7 @@ import torch
 import transformers
 from checkpoints import FAMILIES, load_reference, make_checkpoint, reference_greedy
 from fake_proposer import FakeProposer
+from request_steps import step
 
 from attention import KVCacheError
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, check_tensor_parallel, generate
@@ -130,12 +131,8 @@ def test_requests_go_on_from_snapshots(
         prompts += [[*prompts[3][:12], 1, 2, 3], prompts[3]]
         with ModelRunner(paths[family], num_kv_blocks=320, block_size=4, max_num_seqs=len(prompts)) as runner:
             guesses = [each.token_ids for each in generate(runner, prompts, SamplingParams(max_tokens=case["new"]))]
-        waves = [
-            [
-                (prompt, reference_greedy(reference, prompt, case["new"], guess)[0])
-                for prompt, guess in zip(prompts, guesses, strict=True)
-            ]
-        ]
+        pairs = zip(prompts, guesses, strict=True)
+        waves = [[(prompt, reference_greedy(reference, prompt, case["new"], guess)[0]) for prompt, guess in pairs]]
     monkeypatch.setattr(kv_manager, "SNAPSHOT_INTERVAL", case.get("interval", 256))
     speculation = SpeculationConfig(Algorithm.NGRAM, 3) if case.get("drafts") else None
     known = {tuple(prompt): answer for wave in waves for prompt, answer in wave}
@@ -220,8 +217,7 @@ def test_a_snapshot_is_the_state_that_would_be_computed(paths: dict[str, Path]) 
         whole, parts = computed("whole", 20), computed("parts", 7, 13)
         assert None not in (kept.row, parts.row, whole.row)
         # The kept request goes on; its snapshot does not.
-        output = runner.execute([ScheduledRequest(kept, 3)])
-        kept.advance(3, output.tokens[0][0])
+        step(runner, [ScheduledRequest(kept, 3)])
         pool.restore([1], [parts.row])
         for held in (pool.windows, pool.states):
             for layer in held:
@@ -230,19 +226,15 @@ def test_a_snapshot_is_the_state_that_would_be_computed(paths: dict[str, Path]) 
         # Two requests, one of them with the restored state, say the same.
         both = [whole, parts]
         shares = [ScheduledRequest(whole, 3), ScheduledRequest(parts, 3, restore=1)]
-        for step in range(4):
-            tokens = runner.execute(shares).tokens
-            assert tokens[0] == tokens[1]
-            for request in both:
-                request.advance(3 if step == 0 else 1, tokens[0][0])
+        for _ in range(4):
+            first, second = step(runner, shares).tokens
+            assert first == second
             shares = [ScheduledRequest(request, 1) for request in both]
         # A draft that is right and one that is not; then a step without, which keeps what has seen the right one only.
         right = whole.output_token_ids
         assert kept.output_token_ids == right[:1]
-        (accepted,) = runner.execute([ScheduledRequest(kept, 1, (right[1], right[2] + 1))]).tokens
+        (accepted,) = step(runner, [ScheduledRequest(kept, 1, (right[1], right[2] + 1))]).tokens
         assert list(accepted) == right[1:3]
-        kept.num_computed_tokens += 2
-        kept.token_ids += accepted
         runner.execute([ScheduledRequest(kept, 1, keep=0)])
         for held in (pool.windows, pool.states):
             for layer in held:

@@ -160,12 +160,6 @@ def test_prefill_budget_of_nothing(runner: ModelRunner) -> None:
         generate(runner, PROMPTS, GREEDY, max_num_batched_tokens=0)
 
 
-def test_exactly_as_long_as_the_model_allows(checkpoint: Path) -> None:
-    with ModelRunner(checkpoint, num_kv_blocks=64, block_size=4) as runner:
-        (output,) = generate(runner, [[7] * 250], SamplingParams(max_tokens=6))
-        assert len(output.token_ids) == 6
-
-
 def test_nobody_to_generate_for(runner: ModelRunner) -> None:
     calls = runner.statistics().calls
     assert generate(runner, [], GREEDY) == []

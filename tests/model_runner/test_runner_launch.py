@@ -13,7 +13,6 @@ from dense_checkpoint import make_small
 from launched_ahead import Ahead
 from repository import MODELS, TINY_MOE
 
-from attention import KVCacheSpec
 from model_runner import (
     PENDING_TOKEN,
     FutureMap,
@@ -26,10 +25,8 @@ from model_runner import (
     build_input_batch,
     generate,
 )
-from model_runner.memory.memory_profile import blocks_beside
 from model_runner.settings import DraftSetting, DraftShape
 from ubatch import ConfigError, UBatchConfig, UBatchError
-from ubatch.streams.small_copies import to_device, to_host
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7]
 NEW = 10
@@ -201,21 +198,6 @@ def test_pending_tokens_in_a_batch(runner: ModelRunner) -> None:
         runner.release(request)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_small_tensors_travel(device: str) -> None:
-    parts = [
-        torch.arange(5),
-        torch.arange(6, dtype=torch.int32).view(2, 3),
-        torch.empty(0, dtype=torch.int64),
-        torch.tensor([7]),
-        torch.tensor([0.5, 2.0], dtype=torch.float64),
-    ]
-    moved = to_device(parts, torch.device(device))
-    for part, arrived in zip(parts, moved, strict=True):
-        assert arrived.device.type == device
-        assert torch.equal(to_host(arrived).wait(), part)
-
-
 # -- sizes --------------------------------------------------------------------------------------------------------
 
 
@@ -248,14 +230,6 @@ def test_max_model_len(checkpoint: Path) -> None:
 def test_sizes_that_cannot_be(checkpoint: Path, sizes: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelRunner(checkpoint, **sizes)  # type: ignore[arg-type]
-
-
-def test_blocks_beside_the_model() -> None:
-    spec = KVCacheSpec(2, 1, 8, block_size=4)
-    assert spec.bytes_per_block == 512
-    assert blocks_beside(spec.bytes_per_block, 512 * 10 + 100, 512 * 3, 0.5) == 6
-    with pytest.raises(ConfigError, match="allows 1500 bytes; the model takes 1000, and two KV blocks 1024"):
-        blocks_beside(spec.bytes_per_block, 1500, 1000, 0.5)
 
 
 def test_closing_frees_the_cache(checkpoint: Path) -> None:
@@ -299,15 +273,3 @@ def test_closing_gives_memory_back_to_the_gpu(tmp_path: Path) -> None:
     taken, cache = torch.cuda.memory_reserved(), runner.kv_cache.nbytes
     runner.close()
     assert torch.cuda.memory_reserved() <= taken - cache
-
-
-@pytest.mark.gpu
-def test_gpu_memory_utilization(tmp_path: Path) -> None:
-    checkpoint = make_small(tmp_path, dense=True)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    available = free + torch.cuda.memory_reserved()
-    with ModelRunner(checkpoint, device="cuda", gpu_memory_utilization=0.25, dtype=torch.bfloat16) as runner:
-        assert 0.2 * available < torch.cuda.memory_reserved() < 0.26 * available
-        assert runner.settings.num_kv_blocks is None
-        assert len(generate(runner, PROMPTS[:1], SamplingParams(max_tokens=3))[0].token_ids) == 3

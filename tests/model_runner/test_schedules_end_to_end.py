@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,13 +35,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": {"num_hidden_layers": SPARSE + 1, "first_k_dense_replace": 1},
     "Qwen3Moe": {"num_hidden_layers": SPARSE, "mlp_only_layers": []},
 }
-NAMES = [
-    "mlp_shared_overlap",
-    "two_batch_prefill",
-    "two_batch_decode",
-    "two_batch_decode_qwen3",
-    "two_batch_tensor_parallel",
-]
+STAGES = {
+    "mlp_shared_overlap": "output+prepare+core+dispatch_a, experts+combine_a+shared, combine_b",
+    "two_batch_prefill": "output+prepare+core+dispatch_a, experts+combine_a, shared+combine_b",
+    "two_batch_decode": "output+prepare, core, dispatch_a+shared, experts+combine_a, combine_b",
+    "two_batch_decode_qwen3": "prepare, core, dispatch_a+shared, experts+combine_a, combine_b+output",
+    # Without its gathers and scatters: one rank per replica.
+    "two_batch_tensor_parallel": "output+prepare, core+dispatch_a, experts+combine_a, shared+combine_b",
+}
+"""A layer's stages. Where the last one has no point behind it, it goes on with the next layer's first."""
 LANES = (2, 3)
 CHUNKED = {
     schedule.name: schedule
@@ -54,7 +57,7 @@ CHUNKED = {
 }
 Cell = tuple[str, str, int]
 """Family, name of the schedule, number of lanes."""
-CELLS: list[Cell] = [(family, name, lanes) for family in FAMILIES for name in NAMES for lanes in LANES]
+CELLS: list[Cell] = [(family, name, lanes) for family in FAMILIES for name in STAGES for lanes in LANES]
 QUICK: list[Cell] = [
     ("DeepseekV3", "mlp_shared_overlap", 2),
     ("DeepseekV3", "two_batch_decode", 2),
@@ -65,40 +68,6 @@ QUICK: list[Cell] = [
 """Those that run in `make test`."""
 STEPS = 3
 LANE_NAMES = "ABC"
-
-STAGES: dict[str, tuple[str, ...]] = {
-    "mlp_shared_overlap": (
-        "output+prepare+core+dispatch_a",
-        "experts+combine_a+shared",
-        "combine_b",
-    ),
-    "two_batch_prefill": (
-        "output+prepare+core+dispatch_a",
-        "experts+combine_a",
-        "shared+combine_b",
-    ),
-    "two_batch_tensor_parallel": (  # without its gathers and scatters: one rank per replica
-        "output+prepare",
-        "core+dispatch_a",
-        "experts+combine_a",
-        "shared+combine_b",
-    ),
-    "two_batch_decode": (
-        "output+prepare",
-        "core",
-        "dispatch_a+shared",
-        "experts+combine_a",
-        "combine_b",
-    ),
-    "two_batch_decode_qwen3": (
-        "prepare",
-        "core",
-        "dispatch_a+shared",
-        "experts+combine_a",
-        "combine_b+output",
-    ),
-}
-"""A layer's stages. Where the last one has no point behind it, it goes on with the next layer's first."""
 
 STEADY = {
     # SGLang's, as `seed-errata.md` has them.
@@ -217,43 +186,44 @@ def prompts_of(rank: int) -> list[list[int]]:
     return [[rng.randrange(131) for _ in range(length)] for length in ((9, 8, 9, 8) if rank == 0 else (5, 6, 5))]
 
 
+@contextmanager
+def running(path: str, group: CommGroup, schedule: Any, lanes: int = 2) -> Iterator[ModelRunner]:
+    thresholds = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes}
+    config = UBatchConfig(schedule=schedule, num_ubatches=lanes, group=group, timeout_s=20.0, **thresholds)
+    with ModelRunner(path, group=group, num_kv_blocks=64, block_size=4, dbo=config) as runner:
+        yield runner
+
+
+def tokens_of(runner: ModelRunner, rank: int) -> list[list[int]]:
+    params = SamplingParams(max_tokens=STEPS if rank == 0 else STEPS - 1)  # rank 1 idles at the end
+    return [list(output.token_ids) for output in generate(runner, prompts_of(rank), params)]
+
+
 def run_cells(rank: int, world_size: int, paths: dict[str, str], cells: Sequence[Cell]) -> dict[Cell, dict[str, Any]]:
     group = CommGroup.from_process_group(timeout_s=20)
     results = {}
     for family, name, lanes in cells:
-        thresholds = {"dbo_decode_token_threshold": lanes, "dbo_prefill_token_threshold": lanes}
-        config = UBatchConfig(schedule=name, num_ubatches=lanes, group=group, timeout_s=20.0, **thresholds)
         record = Record()
-        with ModelRunner(paths[family], group=group, num_kv_blocks=64, block_size=4, dbo=config) as runner:
-            params = SamplingParams(max_tokens=STEPS if rank == 0 else STEPS - 1)  # rank 1 idles at the end
-            with watch(runner, record), tracing():
-                outputs = generate(runner, prompts_of(rank), params)
+        with running(paths[family], group, name, lanes) as runner, watch(runner, record), tracing():
+            tokens = tokens_of(runner, rank)
             engaged = runner.statistics().engaged
-        results[family, name, lanes] = {
-            "stages": [record.stages(step) for step in range(1, STEPS + 1)],
-            "tokens": [list(output.token_ids) for output in outputs],
-            "engaged": engaged,
-        }
+        stages = [record.stages(step) for step in range(1, STEPS + 1)]
+        results[family, name, lanes] = {"stages": stages, "tokens": tokens, "engaged": engaged}
     return results
 
 
 def run_chunked(rank: int, world_size: int, paths: dict[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
     group = CommGroup.from_process_group(timeout_s=20)
     results = {}
-    for family, path in paths.items():
-        for name, schedule in CHUNKED.items():
-            thresholds = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
-            config = UBatchConfig(schedule=schedule, group=group, timeout_s=20.0, **thresholds)
-            with ModelRunner(path, group=group, num_kv_blocks=64, block_size=4, dbo=config) as runner:
-                params = SamplingParams(max_tokens=STEPS if rank == 0 else STEPS - 1)
-                with tracing() as trace:
-                    outputs = generate(runner, prompts_of(rank), params)
-                statistics = runner.statistics()
-            results[family, name] = {
-                "tokens": [list(output.token_ids) for output in outputs],
-                "engaged": (statistics.engaged, statistics.engaged_single),
-                "combines": sum(event.name.startswith("combine.") for event in trace.events if event.kind == "launch"),
-            }
+    for (family, path), (name, schedule) in product(paths.items(), CHUNKED.items()):
+        with running(path, group, schedule) as runner, tracing() as trace:
+            tokens = tokens_of(runner, rank)
+            statistics = runner.statistics()
+        results[family, name] = {
+            "tokens": tokens,
+            "engaged": (statistics.engaged, statistics.engaged_single),
+            "combines": sum(event.name.startswith("combine.") for event in trace.events if event.kind == "launch"),
+        }
     return results
 
 
@@ -275,7 +245,7 @@ def ranks(checkpoints: dict[str, Path]) -> Callable[[Cell], list[dict[Cell, dict
 
 def whole_order(family: str, name: str, lanes: int) -> list[str]:
     """Every lane's stages from the model's first to its last, in the ring's order."""
-    ops = [stage.split("+") for stage in STAGES[name]]
+    ops = [stage.split("+") for stage in STAGES[name].split(", ")]
     program: list[list[str]] = [[]]
     points = SCHEDULES[name]
     if family == "DeepseekV3":  # the dense layer passes the points around its attention

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import checkpoint_fixture
 from dense_checkpoint import make_small
 from fake_device import run
 
@@ -57,18 +58,11 @@ class Watched:
 
 def serve(runner: ModelRunner, tokens_a_step: int, *, prefix_cache: bool = True) -> list[dict[str, list[int]]]:
     """Two batches, one after the other: the second one's long prompt begins with what is in the cache."""
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=6,
-            max_num_batched_tokens=tokens_a_step,
-            max_model_len=160,
-            enable_prefix_caching=prefix_cache,
-        ),
-        runner.allocator,
-        runner.request_table,
-        eos_token_ids=(),
-        vocab_size=runner.config.vocab_size,
+    config = SchedulerConfig(
+        max_num_seqs=6, max_num_batched_tokens=tokens_a_step, max_model_len=160, enable_prefix_caching=prefix_cache
     )
+    vocab_size = runner.config.vocab_size
+    scheduler = Scheduler(config, runner.allocator, runner.request_table, eos_token_ids=(), vocab_size=vocab_size)
     core = EngineCore(runner, scheduler, overlap_schedule=False)
     greedy = SamplingParams(max_tokens=NEW, ignore_eos=True)
     return [
@@ -77,9 +71,7 @@ def serve(runner: ModelRunner, tokens_a_step: int, *, prefix_cache: bool = True)
     ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small(tmp_path_factory.mktemp("two_chunk"), dense=False)
+checkpoint = checkpoint_fixture(make_small, dense=False)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ from c_kernels import needs_c
 from checkpoints import make_checkpoint
 
 import model_runner.auto.cpu_dtype as cpu_dtype
-from model_runner import Checkpoint, ModelConfig, fastest_cpu_dtype, model_class
+from model_runner import Checkpoint, ModelConfig, fastest_cpu_dtype
 from model_runner.auto.cpu_dtype import _measure, _Sizes
 from model_runner.decoder.layers import Attention, GatedMLP
+from model_runner.models.registry import read_model
 from model_runner.parallel.tensor_parallel import Shard
 from ubatch import ConfigError
 from ubatch.kernels import candidates
@@ -26,9 +27,7 @@ FAMILIES = ("Qwen3Moe", "Mixtral", "DeepseekV3", "Llama")
 
 
 def config_of(path: Path) -> ModelConfig:
-    checkpoint = Checkpoint(path)
-    kind = model_class(checkpoint.architecture, checkpoint.config)
-    return kind.read_config(checkpoint.config, checkpoint.generation_config())
+    return read_model(Checkpoint(path))[1]
 
 
 @pytest.fixture(scope="module")

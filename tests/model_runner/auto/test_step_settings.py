@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_qwen3_moe_checkpoint
+from request_steps import admitted, step
 
 import model_runner
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner import ModelRunner, ScheduledRequest
 from model_runner.auto import step_settings
 from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_settings import Proposal, StepSettings
@@ -141,11 +142,11 @@ class TwoRanks:
 
 def test_a_step_that_fails_has_no_time() -> None:
     auto = StepSettings(UBatchConfig(), None, torch.device("cpu"))
-    for step in range(8):
+    for number in range(8):
         told = auto.settings(DECODES).told
-        assert bool(told) == (step % 2 == 1)  # every other one failed
+        assert bool(told) == (number % 2 == 1)  # every other one failed
         with suppress(ZeroDivisionError), auto.timed(decided(64, told=told)):
-            1 // ((step + 1) % 2)
+            1 // ((number + 1) % 2)
     assert auto.policy.timed == 4
 
 
@@ -234,18 +235,12 @@ def plain_steps(rank: int, world_size: int, path: str) -> list[object]:
 
 def run_steps(runner: ModelRunner, rank: int) -> tuple[list[object], list[tuple[bool, int]]]:
     """A prefill and 49 decodes; the new tokens, and whether each step overlapped, in how many lanes."""
-    requests = [Request(index, [1 + rank, 2, 3], SamplingParams(max_tokens=99)) for index in range(8 if rank else 9)]
-    for request in requests:
-        runner.admit(request, 60)
-    tokens: list[object] = []
-    modes = []
-    for _ in range(50):
-        step = runner.execute([ScheduledRequest(each, each.num_uncomputed_tokens) for each in requests])
-        modes.append((step.decision.engaged, step.decision.num_lanes))
-        for request, new in zip(requests, step.tokens, strict=True):
-            request.advance(request.num_uncomputed_tokens, new[0])
-        tokens.append(step.tokens)
-    return tokens, modes
+    requests = admitted(runner, [[1 + rank, 2, 3]] * (8 if rank else 9))
+    outputs = [
+        step(runner, [ScheduledRequest(each, each.num_uncomputed_tokens) for each in requests]) for _ in range(50)
+    ]
+    modes = [(output.decision.engaged, output.decision.num_lanes) for output in outputs]
+    return [output.tokens for output in outputs], modes
 
 
 def test_two_ranks_decide_alike(tmp_path: Path) -> None:

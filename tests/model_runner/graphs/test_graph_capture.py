@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import pytest
+from checkpoints import checkpoint_fixture
 from draft_cases import make_head
 from fake_graphs import FakeGraphs
 from runner_graph_cases import TINY, make_checkpoint, make_runner
@@ -22,9 +24,7 @@ from serving.scheduler import SchedulerConfig
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("capture") / "tiny")
+checkpoint = checkpoint_fixture(make_checkpoint)
 
 
 def runner_of(checkpoint: Path, **options: Any) -> ModelRunner:
@@ -55,15 +55,7 @@ def run(
     options = EngineOptions(checkpoint, scheduler=scheduler, speculation=speculation, overlap_schedule=overlap)
     warm_up(options, runner)
     core = make_core(options, runner)
-    for request in requests:
-        core.add(request)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    while core.has_work:
-        for output in core.step():
-            tokens[output.request_id] += output.token_ids
-    for output in core.drain():
-        tokens[output.request_id] += output.token_ids
-    return tokens, core.statistics()
+    return fake_device.run(core, requests), core.statistics()
 
 
 @pytest.mark.sample(3)

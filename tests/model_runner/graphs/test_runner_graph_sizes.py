@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runner.step.graph_sizes import (
-    GraphFamily,
-    GraphShape,
-    capture_sizes,
-    default_capture_sizes,
-    graph_families,
-    tokens_needed,
-)
+from model_runner.step.graph_sizes import GraphFamily, GraphShape, capture_sizes, graph_families, tokens_needed
 from ubatch import ConfigError, Decision, ForwardMode, UBatchConfig, split_fixed
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -39,7 +32,6 @@ def config(lanes: int = 2, threshold: int = 4, **options: Any) -> UBatchConfig:
     ],
 )
 def test_default_sizes(max_num_seqs: int, largest: int | None, sizes: tuple[int, ...]) -> None:
-    assert default_capture_sizes(max_num_seqs, largest) == sizes
     assert capture_sizes(max_num_seqs, None, largest) == sizes
 
 

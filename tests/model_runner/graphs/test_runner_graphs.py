@@ -10,17 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import checkpoint_fixture
 from fake_graphs import FakeGraphs
-from runner_graph_cases import (
-    Job,
-    StaticExperts,
-    make_captured,
-    make_checkpoint,
-    make_load,
-    make_runner,
-    serve,
-    start,
-)
+from runner_graph_cases import Job, StaticExperts, make_captured, make_checkpoint, make_load, make_runner, serve, start
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch
 from tests.support.shaped_steps import decided_step
@@ -29,9 +21,7 @@ from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, UBatchConf
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("graphs") / "tiny")
+checkpoint = checkpoint_fixture(make_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +41,12 @@ class Load:
 
 @pytest.fixture(scope="module")
 def load(eager: ModelRunner) -> Load:
-    jobs = make_load(60, 250, 30)
-    return Load(jobs, *serve(eager, jobs))
-
-
-def test_the_load_is_one(load: Load) -> None:
     """It visits every size, needs padding, and goes beyond the largest."""
-    assert len(load.sizes) > 200
-    assert {1, 2, 3, 4, 5, 6, 7, 8} <= set(load.sizes)
+    jobs = make_load(60, 250, 30)
+    tokens, sizes = serve(eager, jobs)
+    assert len(sizes) > 200
+    assert {1, 2, 3, 4, 5, 6, 7, 8} <= set(sizes)
+    return Load(jobs, tokens, sizes)
 
 
 @pytest.mark.sample(3)
@@ -160,16 +148,10 @@ def test_a_plain_step_beyond_the_largest_plain_graph_says_so(
 
 def test_what_is_captured_is_told_largest_first(checkpoint: Path) -> None:
     told: list[CapturedGraph] = []
-    with make_runner(
-        checkpoint, lanes=2, cudagraph_mode="full", cudagraph_capture_sizes=(2, 5, 4), graphs=FakeGraphs()
-    ) as runner:
-        assert [(shape.lanes, shape.num_tokens) for shape in runner.graph_shapes] == [
-            (2, 6),
-            (1, 5),
-            (1, 4),
-            (2, 4),
-            (1, 2),
-        ]
+    options: dict[str, Any] = {"cudagraph_mode": "full", "cudagraph_capture_sizes": (2, 5, 4), "graphs": FakeGraphs()}
+    with make_runner(checkpoint, lanes=2, **options) as runner:
+        shapes = [(shape.lanes, shape.num_tokens) for shape in runner.graph_shapes]
+        assert shapes == [(2, 6), (1, 5), (1, 4), (2, 4), (1, 2)]
         assert not runner.statistics().graph_replays
         graphs = runner.capture_graphs(told.append)
         assert told == graphs

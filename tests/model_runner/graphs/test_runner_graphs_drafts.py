@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,14 +36,7 @@ TREE = {"num_steps": 3, "topk": 2, "num_draft_tokens": 5}
 def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("drafts")
     make_head(folder / "head", hidden_size=TINY.hidden_size, vocab_size=TINY.vocab_size)
-    dense = DenseQwen3(
-        **{
-            name: getattr(TINY, name)
-            for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-        },
-        num_hidden_layers=1,
-        max_position_embeddings=TINY.max_position_embeddings,
-    )
+    dense = DenseQwen3(**asdict(replace(TINY, num_hidden_layers=1, num_experts=0)))
     small = make_random_qwen3_moe(folder / "small", 5, size=dense, dtype=torch.float32)
     return SimpleNamespace(target=make_checkpoint(folder / "target"), head=folder / "head", small=small)
 
@@ -129,10 +123,8 @@ def test_fewer_drafts_than_a_chain_has(made: SimpleNamespace) -> None:
         proposer, requests = drafting(runner, load_draft("eagle", made.head, runner), PROMPTS, **CHAIN)
         expected = proposer.propose(requests, wanted)
     with captured_runner(made, CHAIN) as runner:
-        proposer = attached(runner, load_draft("eagle", made.head, runner), **CHAIN)
+        proposer, requests = drafting(runner, load_draft("eagle", made.head, runner), PROMPTS, **CHAIN)
         runner.capture_graphs()
-        requests = admitted(runner, PROMPTS)
-        prefill(runner, requests)
         cache = proposer._draft.kv_cache
         before = cache.keys(0).clone()
         assert proposer.propose(requests, wanted) == expected
@@ -145,12 +137,10 @@ def test_fewer_drafts_than_a_chain_has(made: SimpleNamespace) -> None:
 def test_what_fits_no_graph_runs_eagerly(made: SimpleNamespace) -> None:
     """More requests than the largest graph has room for, and chains that end behind the longest sequence."""
     with captured_runner(made, CHAIN, cudagraph_capture_sizes=(2,)) as runner:
-        proposer = attached(runner, load_draft("eagle", made.head, runner), **CHAIN)
+        proposer, requests = drafting(runner, load_draft("eagle", made.head, runner), PROMPTS, **CHAIN)
         runner.capture_graphs()
         graphs = proposer._draft.graphs
         assert graphs is not None
-        requests = admitted(runner, PROMPTS)
-        prefill(runner, requests)
         proposer.propose(requests, [3] * 4)
         assert graphs.replays == 0
         proposer.propose(requests[:2], [3] * 2)
@@ -163,10 +153,8 @@ def test_what_fits_no_graph_runs_eagerly(made: SimpleNamespace) -> None:
 def test_a_network_that_comes_late_is_captured_at_once(made: SimpleNamespace) -> None:
     with captured_runner(made, CHAIN) as runner:
         before = len(runner.capture_graphs())
-        proposer = attached(runner, load_draft("eagle", made.head, runner), **CHAIN)
+        proposer, requests = drafting(runner, load_draft("eagle", made.head, runner), PROMPTS, **CHAIN)
         assert len(runner.graph_shapes) == before + 2 * len(SIZES)
-        requests = admitted(runner, PROMPTS)
-        prefill(runner, requests)
         proposer.propose(requests, [3] * 4)
         assert proposer._draft.graphs is not None
         assert proposer._draft.graphs.replays == 1
@@ -203,12 +191,10 @@ def test_what_cannot_be_captured_is_refused_by_name(made: SimpleNamespace, caplo
                     attached(runner, Recording(network), **CHAIN)
                 continue
             with caplog.at_level(logging.WARNING, logger="model_runner"):
-                proposer = attached(runner, network, **CHAIN)
+                proposer, requests = drafting(runner, network, PROMPTS, **CHAIN)
             assert "draft steps are not captured as CUDA graphs: the experts back end" in caplog.text
             assert proposer._draft.graphs is None
             runner.capture_graphs()
-            requests = admitted(runner, PROMPTS)
-            prefill(runner, requests)
             assert [len(draft.tokens) for draft in proposer.propose(requests, [3] * 4)] == [3] * 4
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import checkpoint_fixture
 from draft_cases import drafted_tokens, drafting
 from host_waits import no_host_waits
 from runner_graph_cases import TINY, make_captured, make_checkpoint, make_load, make_runner, serve, start
@@ -30,9 +31,7 @@ ON_GPU: dict[str, Any] = {
 CAPTURED: dict[str, Any] = {**ON_GPU, "graphs": None, "cudagraph_mode": "full"}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("gpu") / "small", SMALL)
+checkpoint = checkpoint_fixture(make_checkpoint, SMALL)
 
 
 @pytest.mark.parametrize(("lanes", "room"), [(0, 7), (2, 2 * 4), (3, 3 * 3)])

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from fake_graphs import FakeGraphs
+from request_steps import admitted, step
 from runner_graph_cases import make_captured, make_runner
 from torch import Tensor
 from triton_linear import use_triton
@@ -21,11 +22,9 @@ pytestmark = pytest.mark.long
 DRAFTS = 2
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-    return make_checkpoint(tmp_path_factory.mktemp("hybrid"), "Qwen3Next", **layers, **heads)
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+checkpoint = checkpoint_fixture(make_checkpoint, "Qwen3Next", **LAYERS, **HEADS)
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -41,14 +40,11 @@ def expected(checkpoint: Path) -> list[list[int]]:
 
 
 def decoded(runner: ModelRunner, prompt: list[int], count: int) -> Sequence[int]:
-    request = Request(0, prompt, SamplingParams())
-    runner.admit(request, len(prompt) + count)
+    (request,) = admitted(runner, [prompt], count)
     while request.num_output_tokens < count:
-        share = ScheduledRequest(request, request.num_uncomputed_tokens)
-        ((token,),) = runner.execute([share]).tokens
-        request.advance(share.num_tokens, token)
+        step(runner, [ScheduledRequest(request, request.num_uncomputed_tokens)])
     runner.release(request)
-    return request.token_ids[len(prompt) :]
+    return request.output_token_ids
 
 
 def everything(runner: ModelRunner) -> list[Tensor]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import checkpoint_fixture
 from hypothesis import given
 from hypothesis import strategies as st
 from launched_ahead import Ahead
-from request_steps import verify
+from request_steps import step, verify
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
 from speculating import chain
 
@@ -29,9 +30,7 @@ pytestmark = pytest.mark.long
 DRAFTS = 3
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("modes") / "tiny")
+checkpoint = checkpoint_fixture(make_checkpoint)
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
@@ -65,9 +64,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
     with make_runner(checkpoint) as eager:
         requests = start(eager, [3, 6, 1, 5, 2], room=30)
         for _ in range(24):
-            output = eager.execute([ScheduledRequest(request, 1) for request in requests])
-            for request, (token,) in zip(requests, output.tokens, strict=True):
-                request.advance(1, token)
+            step(eager, [ScheduledRequest(request, 1) for request in requests])
         return [request.output_token_ids for request in requests]
 
 
@@ -105,11 +102,8 @@ def test_steps_launched_before_the_last_one_is_read(checkpoint: Path) -> None:
 # -- back ends --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer with one key/value head: few programs for Triton's interpreter."""
-    size = replace(TINY, num_hidden_layers=1, num_key_value_heads=1)
-    return make_checkpoint(tmp_path_factory.mktemp("thin") / "tiny", size)
+thin = checkpoint_fixture(make_checkpoint, replace(TINY, num_hidden_layers=1, num_key_value_heads=1))
+"""One layer with one key/value head: few programs for Triton's interpreter."""
 
 
 @pytest.mark.sample(4)
@@ -214,11 +208,9 @@ def agreed(runner: ModelRunner, ranks: Sequence[tuple[int, int]], *, lanes: int 
 def test_all_ranks_replay_one_shape_or_none(
     captured: ModelRunner, ranks: list[tuple[int, int]], lanes: int, room: int | None
 ) -> None:
-    step = agreed(captured, ranks, lanes=lanes)
-    assert (step.graph.lane_requests if step.graph is not None else None) == room
-    assert bool(step.decision.graph_mode) == (room is not None)
-    if step.graph is not None:
-        assert step.graph.lanes == lanes
+    found = agreed(captured, ranks, lanes=lanes)
+    assert (found.graph and (found.graph.lane_requests, found.graph.lanes)) == (room and (room, lanes))
+    assert bool(found.decision.graph_mode) == (room is not None)
 
 
 def test_ranks_that_captured_other_graphs_are_refused(captured: ModelRunner) -> None:
@@ -244,9 +236,9 @@ def test_an_idle_rank_replays_padding_alone(captured: ModelRunner) -> None:
         slices = split_fixed(0, 1, 2) if lanes == 2 else None
         batch = build_input_batch((), captured.request_table, cache.spec)
         assert agreement.graph is not None
-        step = replace(batch, decision=agreement.decision, slices=slices, graph=agreement.graph)
+        idle = replace(batch, decision=agreement.decision, slices=slices, graph=agreement.graph)
         replays = captured.statistics().graph_replays
         with torch.inference_mode():
-            assert captured.run(step).shape == (0, TINY.hidden_size)
+            assert captured.run(idle).shape == (0, TINY.hidden_size)
         assert captured.statistics().graph_replays == replays + 1
     assert all(torch.equal(cache.keys(layer), keys) for layer, keys in enumerate(before))

@@ -34,6 +34,7 @@ register_all2all_backend("captured", "test_runner_graphs_ranks:Captured")
 
 
 def tokens_of(runner: ModelRunner, rank: int) -> list[list[int]]:
+    """Of the requests of a rank, or of all ranks of a replica."""
     prompts = [[10 * rank + n + 1] * (n + 2) for n in range(len(LENGTHS[rank]))]
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in LENGTHS[rank]]
     return [list(output.token_ids) for output in generate(runner, prompts, params)]

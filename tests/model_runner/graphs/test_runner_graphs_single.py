@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from checkpoints import checkpoint_fixture
 from runner_graph_cases import make_captured, make_checkpoint, make_runner, start
 
 from model_runner import ModelRunner, ScheduledRequest
@@ -19,9 +20,7 @@ SINGLE = UBatchConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("graphs_single"))
+checkpoint = checkpoint_fixture(make_checkpoint)
 
 
 def decode(runner: ModelRunner, count: int) -> tuple[tuple[int, ...], ...]:

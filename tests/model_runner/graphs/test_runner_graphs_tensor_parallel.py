@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 from checkpoints import make_checkpoint as make_family
-from draft_cases import PROMPTS, drafted_tokens, make_head, make_proposer, plain_tokens
-from request_steps import admitted, prefill
+from draft_cases import PROMPTS, drafted_tokens, drafting, make_head, plain_tokens
 from runner_graph_cases import EXPERTS, make_captured, make_checkpoint, make_runner, start
+from test_runner_graphs_ranks import tokens_of
 
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, generate
 from model_runner.drafting import load_draft
@@ -25,19 +25,12 @@ pytestmark = pytest.mark.ranks
 
 SIZES = (1, 3, 6)
 """None of them, nor of their lanes, divides by two ranks, but one: shares are padded, and some are padding alone."""
-LENGTHS = {0: [3, 9, 2, 5, 12, 4, 3], 1: [6, 2, 8]}  # of the outputs: replica 1 idles first, replica 0 begins too large
 DRAFTS = 2
 
 
 def like_nccl(connection: Connection, device: torch.device) -> bool:
     """What NCCL's connections say of a GPU. Over gloo the fake graphs record and replay what was launched."""
     return device.type == "cuda" or capturing()
-
-
-def tokens_of(runner: ModelRunner, replica: int) -> list[list[int]]:
-    prompts = [[10 * replica + n + 1] * (n + 2) for n in range(len(LENGTHS[replica]))]
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in LENGTHS[replica]]
-    return [list(output.token_ids) for output in generate(runner, prompts, params)]
 
 
 def verified(runner: ModelRunner) -> list[list[int]]:
@@ -75,8 +68,7 @@ def replay_on_rank(rank: int, world_size: int, path: str) -> dict[str, Any]:
     with make_runner(Path(path)) as alone:
         results["alone"] = {"tokens": tokens_of(alone, replica), "verified": verified(alone)}
     with mock.patch.object(Connection, "is_stream_ordered", like_nccl):
-        group = CommGroup.from_process_group(timeout_s=20)
-        shared = {"group": group, "tensor_parallel_size": 2, "all2all_backend": "allgather_reducescatter"}
+        shared = in_pairs()
         with make_runner(Path(path), **shared) as eager:
             results["eager"] = play(eager, replica)
         for name, lanes in (("plain", 0), ("lanes", 2)):
@@ -118,22 +110,20 @@ def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
             assert results[name]["replays"] == ranks[0][name]["replays"] >= 8
 
 
+def in_pairs(**options: Any) -> dict[str, Any]:
+    """Options of ranks of which two share attention."""
+    group = CommGroup.from_process_group(timeout_s=60)
+    return options | {"group": group, "tensor_parallel_size": 2, "all2all_backend": "allgather_reducescatter"}
+
+
 def latent_on_rank(rank: int, world_size: int, path: str) -> tuple[Any, Any, int]:
     """Tokens of one rank and of two, and how many steps were replayed."""
     prompts, params = [[1, 2, 3], [4]], [SamplingParams(max_tokens=4, ignore_eos=True)] * 2
     with make_runner(Path(path), attention_backend="torch") as alone:
         expected = [output.token_ids for output in generate(alone, prompts, params)]
     with mock.patch.object(Connection, "is_stream_ordered", like_nccl):
-        options = {
-            "group": CommGroup.from_process_group(timeout_s=60),
-            "tensor_parallel_size": 2,
-            "all2all_backend": "allgather_reducescatter",
-            "attention_backend": "torch",
-            "decode_attention_backend": "triton",
-            "max_model_len": 32,
-            "cudagraph_capture_sizes": (3,),
-        }
-        with make_captured(Path(path), **options) as runner:
+        triton = {"attention_backend": "torch", "decode_attention_backend": "triton", "max_model_len": 32}
+        with make_captured(Path(path), cudagraph_capture_sizes=(3,), **in_pairs(**triton)) as runner:
             tokens = [output.token_ids for output in generate(runner, prompts, params)]
             return expected, tokens, runner.statistics().graph_replays
 
@@ -150,20 +140,11 @@ def test_latent_attention(tmp_path: Path) -> None:
 def draft_on_rank(rank: int, world_size: int, path: str, head: str) -> tuple[list[list[int]], int]:
     """Tokens with trees of drafts, and how often what drafts them was replayed."""
     with mock.patch.object(Connection, "is_stream_ordered", like_nccl):
-        options = {
-            "group": CommGroup.from_process_group(timeout_s=60),
-            "tensor_parallel_size": 2,
-            "all2all_backend": "allgather_reducescatter",
-            "num_speculative_tokens": 5,
-            "speculative_trees": True,
-            "cudagraph_capture_sizes": (3,),
-        }
+        options = in_pairs(num_speculative_tokens=5, speculative_trees=True, cudagraph_capture_sizes=(3,))
         with make_captured(Path(path), lanes=2, threshold=2, **options) as runner:
+            trees = {"num_steps": 3, "topk": 2, "num_draft_tokens": 5}
             network = load_draft("eagle", head, runner)
-            proposer = make_proposer(runner, network, num_steps=3, topk=2, num_draft_tokens=5)
-            runner.set_observer(proposer)
-            requests = admitted(runner, PROMPTS, ignore_eos=True)
-            prefill(runner, requests)
+            proposer, requests = drafting(runner, network, params={"ignore_eos": True}, **trees)
             before = runner.statistics().graph_replays
             steps = len(drafted_tokens(runner, proposer, requests, 8, 5)) // 3
             assert runner.statistics().graph_replays - before >= steps
@@ -183,8 +164,7 @@ def test_ranks_that_draft(tmp_path: Path) -> None:
 
 
 def refuse_on_rank(rank: int, world_size: int, path: str) -> None:
-    group = CommGroup.from_process_group(timeout_s=20)
-    shared: dict[str, Any] = {"group": group, "tensor_parallel_size": 2, "experts_backend": EXPERTS}
+    shared = in_pairs(experts_backend=EXPERTS) | {"all2all_backend": None}
     with pytest.raises(ConfigError, match=r"full: .*_size 2\) gather over gloo, which blocks the host"):
         make_captured(Path(path), **shared)
     with mock.patch.object(Connection, "is_stream_ordered", like_nccl):

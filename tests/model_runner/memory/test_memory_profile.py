@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import checkpoint_fixture
 from draft_cases import make_head
 from drafted import generate_drafted
 from fake_graphs import FakeGraphs
@@ -90,9 +91,7 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("memory") / "tiny")
+checkpoint = checkpoint_fixture(make_checkpoint)
 
 
 @contextmanager

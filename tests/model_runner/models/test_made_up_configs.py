@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import family_checkpoints_fixture
 
 from model_runner import Checkpoint, CheckpointError, ModelRunner
 from model_runner.errors import fits_in_memory
@@ -23,9 +24,7 @@ INF, NAN = float("inf"), float("nan")
 FAMILIES = ("Llama", "Qwen3Moe", "DeepseekV3", "MiMoV2Flash")
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+checkpoint = family_checkpoints_fixture()
 
 
 def with_config(path: Path, to: Path, changes: dict[str, Any], weights: bool = True) -> Path:
@@ -76,13 +75,7 @@ MADE_UP: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"rope_parameters": {"high_freq_factor": 1.0}}, r"high_freq_factor is 1\.0.*more than"),
     *(
         ("DeepseekV3", {"rope_parameters": {"factor": factor}}, f"factor is .*{shown}")
-        for factor, shown in (
-            (1e300, "e.300"),
-            (INF, "inf"),
-            (NAN, "nan"),
-            (10**400, "00"),
-            (5e5, "64 original"),
-        )
+        for factor, shown in ((1e300, "e.300"), (INF, "inf"), (NAN, "nan"), (10**400, "00"), (5e5, "64 original"))
     ),
     ("DeepseekV3", {"rope_parameters": {"beta_fast": INF}}, "beta_fast is inf"),
     ("DeepseekV3", {"rope_parameters": {"mscale": NAN}}, "mscale is nan"),
@@ -98,6 +91,7 @@ MADE_UP: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("MiMoV2Flash", {"layernorm_epsilon": INF}, "layernorm_epsilon is inf"),
     ("DeepseekV3", {"routed_scaling_factor": INF}, "routed_scaling_factor is inf"),
+    ("Llama", {"architectures": None}, "architectures is None.*a list with one name"),
     ("Llama", {"architectures": ["x" * 10**6]}, r"architectures is \['xxx.*\.\.\.xxx.*at most 200 characters"),
     ("Llama", {"architectures": ["LlamaForCausalLn" * 10]}, "unknown architecture 'LlamaForCausalLn"),
     ("Llama", {"hidden_act": "x" * 10**6}, r"hidden_act is 'xxx.*\.\.\.xxx"),
@@ -109,9 +103,9 @@ MADE_UP: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("family", "changes", "message"), MADE_UP, ids=[str(case[1])[:60] for case in MADE_UP])
 def test_made_up_entries(
-    paths: dict[str, Path], tmp_path: Path, family: str, changes: dict[str, Any], message: str
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
-    path = with_config(paths[family], tmp_path, changes)
+    path = with_config(checkpoint(family), tmp_path, changes)
     began, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((CheckpointError, ConfigError), match=message) as caught:
         read_model(Checkpoint(path))
@@ -133,38 +127,40 @@ def test_made_up_entries(
 )
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_what_no_file_bounds_has_bounds_of_its_own(
-    paths: dict[str, Path], tmp_path: Path, changes: dict[str, Any], message: str, load_format: str
+    checkpoint: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], message: str, load_format: str
 ) -> None:
     """Random weights, and a checkpoint whose files are not downloaded yet."""
     with pytest.raises(CheckpointError, match=message):
-        ModelRunner(with_config(paths["Qwen3Moe"], tmp_path, changes, weights=False), load_format=load_format)
+        ModelRunner(with_config(checkpoint("Qwen3Moe"), tmp_path, changes, weights=False), load_format=load_format)
 
 
-def test_weights_that_do_not_fit_into_memory(paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_into_memory(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each size may be within its bound; where nothing is stored, the allocator has the last word."""
     monkeypatch.setattr(DummyCheckpoint, "load", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
     with pytest.raises(CheckpointError, match=r"the weights of .* do not fit into this machine's memory.*config\.json"):
-        ModelRunner(paths["Llama"], load_format="dummy")
+        ModelRunner(checkpoint("Llama"), load_format="dummy")
     with pytest.raises(RuntimeError, match="another"), fits_in_memory("what"):
         raise RuntimeError("another")
 
 
 def test_the_command_refuses_them_before_anything_is_launched(
-    paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = with_config(paths["Qwen3Moe"], tmp_path, {"vocab_size": 10**6})
+    path = with_config(checkpoint("Qwen3Moe"), tmp_path, {"vocab_size": 10**6})
     assert main(["generate", str(path), "--prompt", "hi"]) == 2
     printed = capsys.readouterr()
     assert "has shape [131, 48], but config.json asks for [1000000, 48] (vocab_size is 1000000)" in printed.err
     assert "Traceback" not in printed.err
 
 
-def test_bounds_leave_room_for_published_configs(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_bounds_leave_room_for_published_configs(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """The largest that have been published, and what long contexts were trained with."""
     published = {
         "max_position_embeddings": 4_194_304,
         "rope_parameters": {"rope_theta": 4.58e10},
         "rms_norm_eps": 1e-12,
     }
-    _, config = read_model(Checkpoint(with_config(paths["Llama"], tmp_path, published)))
+    _, config = read_model(Checkpoint(with_config(checkpoint("Llama"), tmp_path, published)))
     assert config.max_position_embeddings == 4_194_304

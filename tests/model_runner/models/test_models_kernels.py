@@ -9,7 +9,7 @@ from typing import Any
 
 import model_checks
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import family_checkpoints_fixture
 from model_checks import check_decode, check_overlap
 from moe_layers import settings_of
 from torch import Tensor
@@ -28,9 +28,7 @@ pytestmark = [
 FAMILIES = ["Llama", "Qwen3Moe", "Glm4Moe", "GptOss", "MiMoV2Flash", "DeepseekV3"]
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+checkpoint = family_checkpoints_fixture()
 
 
 def _route_in_triton(chooser: Any, logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -77,10 +75,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_kernels_equals_transformers(
-    checkpoints: dict[str, Path], family: str, launched: dict[str, int]
+    checkpoint: Callable[[str], Path], family: str, launched: dict[str, int]
 ) -> None:
     """A prefill and two decode steps; every kernel that the family has a use for was launched."""
-    check_decode(checkpoints[family], prompts=[[5, 17, 99], [130]], attention_backend="triton")
+    check_decode(checkpoint(family), prompts=[[5, 17, 99], [130]], attention_backend="triton")
     expected = {"rms_norm", "add_rms_norm"}
     expected |= set() if family == "GptOss" else {"silu_mul"}
     expected |= (
@@ -94,10 +92,10 @@ def test_a_model_of_kernels_equals_transformers(
 
 @pytest.mark.slow
 def test_so_it_does_in_two_lanes(
-    checkpoints: dict[str, Path], launched: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path], launched: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_kernels = partial(check_decode, prompts=[[5, 17, 99], [130, 4]], attention_backend="triton")
     monkeypatch.setattr(model_checks, "check_decode", on_kernels)
-    check_overlap(checkpoints["Qwen3Moe"], "mlp_shared_overlap")
+    check_overlap(checkpoint("Qwen3Moe"), "mlp_shared_overlap")
     assert launched["decode_attention"]
     assert launched["route_topk"]

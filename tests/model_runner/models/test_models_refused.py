@@ -26,6 +26,10 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
     ("family", "changes", "message"),
     [
         ("Llama", {"mlp_bias": "yes"}, "mlp_bias is 'yes'"),
+        ("Qwen3Moe", {"hidden_size": "48"}, "hidden_size is '48'"),
+        ("Qwen3Moe", {"num_hidden_layers": 0}, "num_hidden_layers is 0.*at least 1"),
+        ("Qwen3Moe", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1.*true or false"),
+        ("Qwen3Moe", {"mlp_only_layers": [0.5]}, "mlp_only_layers is .*a list of integers"),
         ("Llama", {"head_dim": 15}, "head_dim is 15.*even"),
         (
             "Glm4Moe",
@@ -57,11 +61,7 @@ def windows_of(config: Any) -> tuple[int | None, ...]:
         ("Llama", {"num_key_value_heads": 3}, "a divisor of its 4 attention heads"),
         (
             "Qwen3",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
             "layer_types is .*for each of its 3 layers",
         ),
         ("Mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "the same attention.*Ministral's"),
@@ -231,5 +231,6 @@ def test_unknown_architectures_get_the_list_of_known_ones() -> None:
         model_class("GraniteMoeHybridForCausalLM", HFConfig({"layer_types": ["attention"]}, Path("config.json")))
     with pytest.raises(UnknownArchitecture) as caught:
         model_class("MinistralForCausalLM")
+    assert caught.value.architecture == "MinistralForCausalLM"
     assert "did you mean" not in str(caught.value), "the weights of Mistral or Mixtral are others"
     assert all(architecture in str(caught.value) for architecture in known_architectures())

@@ -19,20 +19,13 @@ from torch import nn
 
 from attention import UBatchAttention
 from attention.linear.choice import runs_in_triton
-from model_runner import (
-    Checkpoint,
-    CheckpointError,
-    ModelConfig,
-    check_tensor_parallel,
-    known_architectures,
-    model_class,
-)
-from model_runner import read_model_config as read_config
+from model_runner import Checkpoint, CheckpointError, ModelConfig, check_tensor_parallel, known_architectures
 from model_runner.decoder import sparse_mlp
 from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.layers import Projection
 from model_runner.graphs.mode import _obstacle
 from model_runner.models import DecoderLM
+from model_runner.models.registry import read_model
 from model_runner.parallel.transport import make_transport
 from model_runner.settings import refuse_trees
 from model_runner.weights.quantization import read_quantization
@@ -57,18 +50,13 @@ def tables(document: str) -> Iterator[list[Cells]]:
 ROWS = {row["`architectures` of its config"].strip("`"): row for row in TABLE}
 
 
-def config_of(checkpoint: Checkpoint) -> ModelConfig:
-    kind = model_class(checkpoint.architecture, checkpoint.config)
-    return read_config(kind, checkpoint.config, checkpoint.generation_config())
-
-
 def loaded(path: Path, block: tuple[int, int] | None = None) -> nn.Module:
     """The model of one rank; what can stay in fp8 does, if a block is given."""
     checkpoint = Checkpoint(path)
     checkpoint.projection_block = block
-    config = config_of(checkpoint)
+    kind, config = read_model(checkpoint)
     parallel = ExpertParallel(make_transport(None, None, None, config.num_experts), fp8_block=block)
-    return model_class(checkpoint.architecture, checkpoint.config).load(config, checkpoint, parallel)
+    return kind.load(config, checkpoint, parallel)
 
 
 def refused(check: Any, *arguments: Any) -> bool:
@@ -112,12 +100,12 @@ def test_every_cell_is_true(family: str, tmp_path: Path) -> None:
     row = ROWS[f"{family}ForCausalLM"]
     path = make_checkpoint(tmp_path / "plain", family)
     fp8, meant = write_fp8(path, tmp_path, blockwise(*BLOCK))
-    config = config_of(Checkpoint(path))
+    kind, config = read_model(Checkpoint(path))
     hybrid, sparse = bool(config.linear_layers), config.num_experts > 0
     mxfp4 = {**Checkpoint(path).config.values, "quantization_config": {"quant_method": "mxfp4"}}
     read, plain = (loaded(each).state_dict() for each in (fp8, meant))
     same = read.keys() == plain.keys() and all(torch.equal(read[name], plain[name]) for name in plain)
-    decoder = issubclass(model_class(f"{family}ForCausalLM"), DecoderLM)
+    decoder = issubclass(kind, DecoderLM)
     found = {
         "lanes": "yes",  # compared with transformers in `test_model_conformance`
         "DP + EP": "yes" if sparse else "dense",

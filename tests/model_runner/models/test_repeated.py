@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import request_steps
 import torch
 from c_kernels import needs_c
 from checkpoints import make_checkpoint
 from model_checks import PROMPTS
 from torch import Tensor
 
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner import ModelRunner, ScheduledRequest
 from model_runner.decoder import repeated
 from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, tracing
@@ -28,12 +29,10 @@ NATIVE = {"num_kv_blocks": 64, "experts_backend": "native", "attention_backend":
 def decode(runner: ModelRunner, sizes: list[int]) -> list[Tensor]:
     """Logits of steps that decode so many of the requests each."""
     found: list[Tensor] = []
-    requests = [Request(index, list(prompt), SamplingParams(max_tokens=99)) for index, prompt in enumerate(PROMPTS)]
+    requests = request_steps.admitted(runner, PROMPTS)
     compute = runner.model.compute_logits
     runner.model.compute_logits = lambda hidden: found.append(compute(hidden)) or found[-1]  # type: ignore[method-assign]
     try:
-        for request in requests:
-            runner.admit(request, request.num_tokens + len(sizes))
         step(runner, [ScheduledRequest(request, request.num_tokens) for request in requests])
         for size in sizes:
             step(runner, [ScheduledRequest(request, 1) for request in requests[:size]])
@@ -45,9 +44,7 @@ def decode(runner: ModelRunner, sizes: list[int]) -> list[Tensor]:
 
 
 def step(runner: ModelRunner, scheduled: list[ScheduledRequest]) -> None:
-    output = runner.execute(scheduled)
-    for share, tokens in zip(scheduled, output.tokens, strict=True):
-        share.request.advance(share.num_tokens, tokens[0])
+    request_steps.step(runner, scheduled)
     churn = [torch.full((1 << exponent,), float("nan")) for exponent in range(4, 18)]  # over what was freed
     del churn
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig
+from transformers import Glm4MoeConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave, yarn_apply_mscale
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
@@ -110,14 +109,6 @@ def test_rotation_of_neighbours() -> None:
     torch.testing.assert_close(scores, torch.einsum("thd,shd->hts", q_theirs[0], k_theirs[0]), rtol=1e-4, atol=1e-3)
 
 
-def test_softmax_scale_of_deepseek() -> None:
-    """0.1 ln(40) + 1 squared, as the model card's config gives it."""
-    config = DeepseekV3Config(rope_parameters=dict(VARIANTS["yarn, DeepSeek-V3"]))
-    rope = read_rope(config_of(rope_parameters=config.rope_parameters))
-    assert rope.softmax_factor == pytest.approx((0.1 * math.log(40.0) + 1.0) ** 2)
-    assert rope.attention_factor == 1.0
-
-
 # ------------------------------------------------------------------------------------------- how configs say it
 
 
@@ -166,10 +157,7 @@ def test_what_a_config_may_leave_out() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"rope_parameters": {"rope_type": "longrope"}},
-            "rope type is 'longrope'.*one of 'default', 'linear'",
-        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type is 'longrope'.*one of 'default', 'linear'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "has no 'factor'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0"),

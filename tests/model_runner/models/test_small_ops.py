@@ -128,12 +128,8 @@ def test_the_highest_of_strange_numbers(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_alone_and_on_any_threads_is_the_same(dtype: torch.dtype) -> None:
-    x, update, weight, turn = (
-        torch.randn(90, 640).to(dtype),
-        torch.randn(90, 640).to(dtype),
-        torch.rand(640).to(dtype),
-        rotation(90, 64),
-    )
+    x, update = torch.randn(2, 90, 640).to(dtype)
+    weight, turn = torch.rand(640).to(dtype), rotation(90, 64)
 
     def results(rows: slice) -> list[Tensor]:
         own = Rotation(turn.cos[rows], turn.sin[rows])

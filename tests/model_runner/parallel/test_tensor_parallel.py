@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import checkpoint_fixture, make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_times import efficiency_of, scaled
 from repository import ROOT
+from request_steps import admitted
 
 from attention import AttentionShape, MLAShape
 from model_runner import (
@@ -77,9 +78,7 @@ DECODE, PREFILL = fingerprint(ForwardMode.DECODE), fingerprint(ForwardMode.PREFI
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=16)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("shared"), "Qwen3Moe", num_hidden_layers=2)
+path = checkpoint_fixture(make_checkpoint, "Qwen3Moe", num_hidden_layers=2)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------
@@ -166,10 +165,7 @@ def test_a_fingerprint_of_what_runs() -> None:
     others.append(content_of([ScheduledRequest(Request("a", [1, 2, 4], SamplingParams()), 3)]))
     request.num_computed_tokens = 2
     others += [content_of([ScheduledRequest(request, 1)]), content_of([ScheduledRequest(request, 1, (5,))])]
-    others += [
-        content_of([ScheduledRequest(request, 1, keep=0)]),
-        content_of([ScheduledRequest(request, 1, restore=0)]),
-    ]
+    others += [content_of([ScheduledRequest(request, 1, **state)]) for state in ({"keep": 0}, {"restore": 0})]
     assert len({base, *others, 0}) == len(others) + 2
 
 
@@ -179,14 +175,9 @@ def test_a_fingerprint_of_what_runs() -> None:
 def test_every_lane_knows_the_buffers(path: Path) -> None:
     """Of 7 tokens in lanes of 4 and 3, on the second of two replicas of two ranks; the first one has 1 and 1."""
     with ModelRunner(path, num_kv_blocks=16) as runner:
-        requests = [Request(index, [1] * length, SamplingParams()) for index, length in enumerate((4, 3))]
-        for request in requests:
-            runner.admit(request, 8)
-        batch = build_input_batch(
-            [ScheduledRequest(request, request.num_tokens) for request in requests],
-            runner.request_table,
-            runner.kv_cache.spec,
-        )
+        requests = admitted(runner, [[1] * 4, [1] * 3])
+        shares = [ScheduledRequest(request, request.num_tokens) for request in requests]
+        batch = build_input_batch(shares, runner.request_table, runner.kv_cache.spec)
         slices = (UBatchSlice(slice(0, 1), slice(0, 4)), UBatchSlice(slice(1, 2), slice(4, 7)))
         decision = Decision(True, None, None, ((1, 1), (1, 1), (4, 3), (4, 3)), modes=(PREFILL,) * 4)
         step = plan_step(replace(batch, decision=decision, slices=slices), runner.attention, Shard(0, 2))
@@ -194,10 +185,7 @@ def test_every_lane_knows_the_buffers(path: Path) -> None:
             (c.num_tokens, c.local_dp_buffer_len, c.global_dp_buffer_len, c.tokens_across_ranks, c.global_mode)
             for c in step.contexts
         ]
-        assert known == [
-            (4, 4, 6, (1, 0, 2, 2), ForwardMode.PREFILL),
-            (3, 4, 6, (1, 0, 2, 1), ForwardMode.PREFILL),
-        ]
+        assert known == [(4, 4, 6, (1, 0, 2, 2), ForwardMode.PREFILL), (3, 4, 6, (1, 0, 2, 1), ForwardMode.PREFILL)]
 
         idle = build_input_batch([], runner.request_table, runner.kv_cache.spec)
         decode = Decision(False, None, None, ((3,), (3,), (0,), (0,)), modes=(DECODE, DECODE, PREFILL, PREFILL))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from request_steps import admitted, prefill
 from tensor_parallel_steps import (
     EAGER,
     STEPS,
@@ -22,14 +23,7 @@ from tensor_parallel_steps import (
 )
 from torch import Tensor
 
-from model_runner import (
-    ModelRunner,
-    Request,
-    SamplingParams,
-    ScheduledRequest,
-    TensorParallelMismatch,
-    generate,
-)
+from model_runner import ModelRunner, SamplingParams, TensorParallelMismatch, generate
 from model_runner.decoder.scatter import Layout, ScatterMode
 from model_runner.parallel.tensor_parallel import make_tensor_parallel, padded_len, share_tokens
 from moe import EmulatedLink
@@ -57,23 +51,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},  # fewer than ranks
     "Olmoe": {"num_hidden_layers": 2},
 }
-ARMS: dict[str, dict[str, Any]] = {
-    "off": {},
-    "two lanes": {"dbo": UBatchConfig(**EAGER, schedule="mlp_shared_overlap")},
-    "five stages": {"dbo": UBatchConfig(**EAGER, schedule="two_batch_decode")},
-    "made for it": {"dbo": UBatchConfig(**EAGER, schedule="two_batch_tensor_parallel")},
-}
-MOE_ARMS = {
-    "gathered": {"dbo": UBatchConfig(**EAGER), "all2all_backend": "allgather_reducescatter"},
-    "single": {"dbo": UBatchConfig(**EAGER, schedule="single_batch")},
-    "three lanes": {"dbo": UBatchConfig(num_ubatches=3, dbo_decode_token_threshold=3, dbo_prefill_token_threshold=3)},
-}
 SCHEDULE = {
     "two lanes": "mlp_shared_overlap",
     "five stages": "two_batch_decode",
     "made for it": "two_batch_tensor_parallel",
 }
-ALONE = {"off": ARMS["off"]}
+ALONE: dict[str, dict[str, Any]] = {"off": {}}
+ARMS = ALONE | {arm: {"dbo": UBatchConfig(**EAGER, schedule=name)} for arm, name in SCHEDULE.items()}
+MOE_ARMS = {
+    "gathered": {"dbo": UBatchConfig(**EAGER), "all2all_backend": "allgather_reducescatter"},
+    "single": {"dbo": UBatchConfig(**EAGER, schedule="single_batch")},
+    "three lanes": {"dbo": UBatchConfig(num_ubatches=3, dbo_decode_token_threshold=3, dbo_prefill_token_threshold=3)},
+}
 BUSY_STEPS = len(STEPS) - 1
 
 
@@ -206,9 +195,7 @@ def look_inside(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, 
                 layer.attention.register_forward_pre_hook(attended)
                 if layer is not last and hasattr(layer.mlp, "kernel"):  # which routes only the rows that are needed
                     layer.mlp.kernel.register_forward_pre_hook(routed)
-            params = [SamplingParams(max_tokens=6, temperature=1.0, seed=seed) for seed in range(3)]
-            outputs = generate(runner, PROMPTS, params)
-            seen[family, "tokens"] = [list(output.token_ids) for output in outputs]
+            seen[family, "tokens"] = [list(output.token_ids) for output in generate(runner, PROMPTS, DRAWN)]
             seen[family, "size"] = runner.tensor_parallel_size
     return seen
 
@@ -220,6 +207,7 @@ def plain_weights(runner: ModelRunner) -> dict[str, Tensor]:
 
 
 PROMPTS = [[5, 17, 99, 3, 42], [1, 2], list(range(20, 32))]
+DRAWN = [SamplingParams(max_tokens=6, temperature=1.0, seed=seed) for seed in range(3)]
 _COLUMNS = ("qkv", "qkv_bias", "q_up", "w_uk", "w_uv", "gate_up", "gate_up_bias")
 SHARDED = {**dict.fromkeys(_COLUMNS, 0), "out": 1, "down": 1}
 OF_ALL_HEADS = ("Olmoe.q_norm", "Olmoe.k_norm")
@@ -231,9 +219,7 @@ def test_what_ranks_hold(paths: dict[str, str]) -> None:
     for family, path in paths.items():
         with ModelRunner(path, num_kv_blocks=96, block_size=4, experts_backend="grouped") as alone:
             whole = plain_weights(alone)
-            expected = generate(
-                alone, PROMPTS, [SamplingParams(max_tokens=6, temperature=1.0, seed=seed) for seed in range(3)]
-            )
+            expected = generate(alone, PROMPTS, DRAWN)
             kv_bytes = alone.kv_cache.spec.bytes_per_block
             queries = alone.config.attention.num_heads * getattr(alone.config.attention, "head_dim", 0)
         one_kv_head = family == "Llama"
@@ -349,10 +335,9 @@ def over_a_link(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, 
     for family, path in paths.items():
         link = EmulatedLink(LATENCY_S, 1e9)
         with make_runner(path, group, 2, link=link, dbo=UBatchConfig(enable_dbo=False)) as runner:
-            request = Request("a", PROMPTS[0], SamplingParams())
-            runner.admit(request, 16)
+            requests = admitted(runner, PROMPTS[:1])
             with tracing() as trace:
-                runner.execute([ScheduledRequest(request, request.num_tokens)])
+                prefill(runner, requests)
         spans = [(span.name, span.end - span.start) for span in trace.spans if span.kind is SpanKind.TRANSFER]
         carried[family] = link.statistics().transfers, [each for each in spans if each[0] in TENSOR_PARALLEL_POINTS]
     return carried
@@ -379,11 +364,9 @@ def outline_of_a_step(rank: int, world_size: int, path: str) -> list[list[tuple[
     group = CommGroup.from_process_group(timeout_s=20)
     settings = {"dbo": UBatchConfig(**EAGER), "all2all_backend": "allgather_reducescatter"}  # exchanges no counts
     with make_runner(path, group, 2, **settings) as runner:
-        requests = [Request(index, prompt, SamplingParams()) for index, prompt in enumerate(PROMPTS)]
-        for request in requests:
-            runner.admit(request, 16)
+        requests = admitted(runner, PROMPTS)
         with tracing() as trace:
-            runner.execute([ScheduledRequest(request, request.num_tokens) for request in requests])
+            prefill(runner, requests)
         return [outline(program) for program in programs_of(trace, 1)]
 
 

@@ -129,12 +129,6 @@ def test_the_truncation_of_flashinfer_gives_the_same_distribution(monkeypatch: p
     assert unsorted[-1] == by_sorting[-1], "a row without truncation is drawn as ever"
 
 
-def test_greedy_is_argmax() -> None:
-    logits = torch.randn(5, 30)
-    assert sample(logits, {}).tolist() == logits.argmax(-1).tolist()
-    assert tokens_of(logits, [SamplingParams()] * 5, draws_of(0, 5)) == logits.argmax(-1).tolist()
-
-
 def test_tiny_top_p_and_top_k_1_and_min_p_1_are_greedy() -> None:
     logits = torch.randn(6, 40)
     greedy = logits.argmax(-1).tolist()
@@ -144,25 +138,6 @@ def test_tiny_top_p_and_top_k_1_and_min_p_1_are_greedy() -> None:
         SamplingParams(temperature=5.0, min_p=1.0),
     ):
         assert tokens_of(logits, [params] * 6, draws_of(1, 6)) == greedy
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("scale", [0.3, 3.0, 9.0])
-def test_few_candidates_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    """Flat logits, where few are not enough, and peaked ones, where they are; together with rows with a top-k."""
-    logits = scale * torch.randn(12, 3000, generator=torch.Generator().manual_seed(1))
-    params = [
-        SamplingParams(temperature=1.0, top_p=0.8),
-        SamplingParams(temperature=1.3, top_k=300, top_p=0.99),
-        SamplingParams(temperature=0.9, top_k=20),
-        SamplingParams(temperature=1.0, top_p=0.5, min_p=0.01),
-    ] * 3
-    for seed in range(20):
-        draws = draws_of(seed, 12)
-        few = tokens_of(logits, params, draws)
-        monkeypatch.setattr(model_runner.sampling.sampler, "_FEW", 3000)
-        assert few == tokens_of(logits, params, draws)
-        monkeypatch.undo()
 
 
 def test_no_rows() -> None:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from sampling_definition import by_definition
 from torch import Tensor
 
-import model_runner.sampling.sampler
 from model_runner import RequestError, SamplingParams, SamplingRow, sample
 from model_runner.sampling.penalties import adjust_logits
 from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions
@@ -80,23 +79,6 @@ def test_random_settings_are_drawn_from_what_the_definition_says(count: int, voc
     assert (sample(logits, dict(enumerate(rows))).numpy() == OUT_OF_TOKENS).tolist() == nothing.tolist()
     wrong = np.flatnonzero(np.abs(found - expected).max(axis=1) > 1e-4)
     assert [rows[index].params for index in wrong] == []
-
-
-def test_the_truncation_of_flashinfer_comes_after_min_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = 3 * torch.randn(4, 3000, generator=torch.Generator().manual_seed(1))
-    rows = [SamplingRow(SamplingParams(temperature=2.0, min_p=0.05, top_p=top_p)) for top_p in (0.3, 0.6, 0.8, 0.95)]
-    seen = []
-
-    def keep_all(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        seen.append(probabilities.clone())
-        return probabilities
-
-    monkeypatch.setattr(model_runner.sampling.sampler, "truncates", lambda device: True)
-    monkeypatch.setattr(model_runner.sampling.sampler, "keep_most_likely", keep_all)
-    distributions(logits, rows)
-    whole = [replace(row, params=replace(row.params, top_p=1.0)) for row in rows]
-    expected = [by_definition(own, row) for own, row in zip(logits.double().numpy(), whole, strict=True)]
-    torch.testing.assert_close(seen[0].double(), torch.tensor(np.stack(expected)), atol=1e-6, rtol=1e-4)
 
 
 def test_a_bias_is_penalised_and_made_into_tensors_once() -> None:

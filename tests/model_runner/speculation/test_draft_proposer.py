@@ -153,20 +153,6 @@ def test_a_model_drafts_what_it_would_say(made: SimpleNamespace, runner: ModelRu
         step(runner, [ScheduledRequest(r, 1) for r in requests]) if turn == 1 else verify(runner, requests, drafts)
 
 
-def test_the_target_itself_drafts_what_is_right(made: SimpleNamespace, runner: ModelRunner) -> None:
-    proposer, requests = drafting(runner, load_draft("draft_model", made.target, runner), num_steps=3)
-    assert set(drafted_tokens(runner, proposer, requests, 20, 3)) == {4}
-
-
-def test_a_model_runs_what_was_accepted_even_if_plain_steps_come_first(
-    made: SimpleNamespace, runner: ModelRunner
-) -> None:
-    proposer, requests = drafting(runner, load_draft("draft_model", made.target, runner), num_steps=3)
-    for _ in range(3):
-        assert counts(verify(runner, requests, proposer.propose(requests, [3] * 3))) == [4] * 3
-        step(runner, [ScheduledRequest(request, 1) for request in requests])
-
-
 @pytest.mark.parametrize("algorithm", ["eagle", "draft_model"])
 def test_all_that_is_planned_waits_for_the_plan_before(
     made: SimpleNamespace, runner: ModelRunner, algorithm: str, monkeypatch: pytest.MonkeyPatch

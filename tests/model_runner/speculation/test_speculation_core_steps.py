@@ -14,7 +14,7 @@ import runner_graph_cases as graphs
 import torch
 from checkpoints import checkpoint_fixture, make_checkpoint
 from dense_checkpoint import make_small
-from request_steps import admit, prefill, verify
+from request_steps import admit, admitted, prefill, step, verify
 from speculating import NEW, PARAMS, PROMPTS, VOCAB, chain, check, p_value, speculate, tree
 from step_cases import StepStreamsFake, recording
 from torch import Tensor
@@ -47,11 +47,7 @@ class Recorder:
     modes: list[ForwardMode] = field(default_factory=list)
 
     def observe(
-        self,
-        batch: Step,
-        hidden: Tensor,
-        tokens: Sequence[tuple[int, ...]],
-        accepted_rows: Sequence[tuple[int, ...]],
+        self, batch: Step, hidden: Tensor, tokens: Sequence[tuple[int, ...]], accepted_rows: Sequence[tuple[int, ...]]
     ) -> None:
         assert torch.is_inference_mode_enabled()
         assert hidden.shape == (batch.num_tokens, self.runner.config.hidden_size)
@@ -87,16 +83,11 @@ def test_the_observer_is_told_every_step(checkpoint: Path, lanes: bool) -> None:
         recorder = Recorder(runner)
         runner.set_observer(recorder)
         first, second = (Request(n, PROMPTS[n], SamplingParams(max_tokens=NEW)) for n in (0, 3))
-        admit(runner, [first], NEW)
+        admit(runner, [first, second], NEW)
         prefill(runner, [first])
-        runner.admit(second, second.num_tokens + NEW)
         for chunk in (9, second.num_tokens - 9):
-            output = runner.execute([ScheduledRequest(first, 1), ScheduledRequest(second, chunk)])
-            for request, count, tokens in zip((first, second), (1, chunk), output.tokens, strict=True):
-                request.advance(count, tokens[0] if tokens else None)
-        output = runner.execute([ScheduledRequest(first, 1), ScheduledRequest(second, 1)])
-        for request, (token,) in zip((first, second), output.tokens, strict=True):
-            request.advance(1, token)
+            step(runner, [ScheduledRequest(first, 1), ScheduledRequest(second, chunk)])
+        step(runner, [ScheduledRequest(first, 1), ScheduledRequest(second, 1)])
         for draft in (Draft((1, 2)), Draft((1, 2, 3), (0, 0, 2))):
             verify(runner, (first, second), [draft] * 2)
         runner.execute(())
@@ -113,17 +104,15 @@ def test_the_observer_is_told_every_step(checkpoint: Path, lanes: bool) -> None:
 def test_the_observer_sees_drafts_that_are_right(checkpoint: Path, drafting: Any) -> None:
     greedy = [SamplingParams(max_tokens=NEW)] * len(PROMPTS)
     with make_runner(checkpoint) as runner:
-        requests = [Request(n, *each) for n, each in enumerate(zip(PROMPTS, greedy, strict=True))]
         expected = [list(output.token_ids) for output in generate(runner, PROMPTS, greedy)]
         recorder = Recorder(runner)
         runner.set_observer(recorder)
-        admit(runner, requests, 3 * NEW)
+        requests = admitted(runner, PROMPTS, 3 * NEW)
         prefill(runner, requests)
         accepted, rng = 0, random.Random(0)
         for _ in range(3):
-            known = [
-                [*expected[int(request.request_id)], *[0] * 9][request.num_output_tokens :] for request in requests
-            ]
+            pairs = zip(requests, expected, strict=True)
+            known = [[*tokens, *[0] * 9][request.num_output_tokens :] for request, tokens in pairs]
             output = verify(runner, requests, [drafting(5, 0.9)(rng, each) for each in known])
             accepted += sum(len(tokens) - 1 for tokens in output.tokens)
         check([request.output_token_ids for request in requests], [tokens[:4] for tokens in expected])
@@ -162,8 +151,7 @@ def test_trees_are_refused_where_attention_takes_no_mask(checkpoint: Path, monke
     install(monkeypatch, trtllm_mha, TRTLLMMHABackend)
     with make_runner(checkpoint, attention_backend="trtllm_mha", block_size=16) as runner:
         assert not runner.attention.takes_trees
-        request = Request("a", [1, 2, 3], SamplingParams())
-        admit(runner, [request], 8)
+        (request,) = admitted(runner, [[1, 2, 3]])
         prefill(runner, [request])
         verify(runner, [request], [Draft((1, 2), (0, 1))])
         with pytest.raises(ConfigError, match="'trtllm_mha' takes no tree mask"):
@@ -181,14 +169,12 @@ def first_tokens(runner: ModelRunner, params: SamplingParams, q: Tensor, *, know
     cumulative = q.double().cumsum(0)
     for first in range(0, ROUNDS * AT_ONCE, AT_ONCE):
         requests = [Request(n, PROMPTS[0], replace(params, seed=n)) for n in range(first, first + AT_ONCE)]
+        admit(runner, requests, 3)
         drafts = []
         for request in requests:
-            runner.admit(request, request.num_tokens + 3)
             drawn = [int(torch.searchsorted(cumulative, request.draft_draw(n), right=True)) for n in range(2)]
             drafts.append(Draft(tuple(drawn), probs=q.expand(2, -1) if known else None))
-        runner.execute([ScheduledRequest(request, request.num_tokens - 1) for request in requests])
-        for request in requests:
-            request.advance(request.num_tokens - 1, None)
+        step(runner, [ScheduledRequest(request, request.num_tokens - 1) for request in requests])
         found += verify(runner, requests, drafts).tokens
         for request in requests:
             runner.release(request)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
 from model_checks import close
+from request_steps import admitted
 
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
+from model_runner import ModelRunner, SamplingParams, ScheduledRequest, generate
 from model_runner.pending_step import PendingStep
 from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig
@@ -42,13 +43,10 @@ def counting_rows(runner: ModelRunner) -> Iterator[list[int]]:
 
 def first_step(runner: ModelRunner, **params: Any) -> tuple[list[int], PendingStep]:
     """Every layer's rows in a step of all prompts, of the longest a chunk only; and the step."""
-    requests = [Request(index, prompt, SamplingParams(**params)) for index, prompt in enumerate(PROMPTS)]
-    for request in requests:
-        runner.admit(request, 64)
+    requests = admitted(runner, PROMPTS, 20, **params)
+    lengths = [CHUNK if request.num_tokens == 41 else request.num_tokens for request in requests]
     with counting_rows(runner) as counts:
-        step = runner.launch(
-            [ScheduledRequest(each, CHUNK if each.num_tokens == 41 else each.num_tokens) for each in requests]
-        )
+        step = runner.launch(list(map(ScheduledRequest, requests, lengths)))
     return counts, step
 
 

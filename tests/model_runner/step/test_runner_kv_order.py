@@ -74,10 +74,7 @@ def test_the_split_moves_until_no_lane_reads_what_a_later_one_writes(checkpoint:
         expected = logits_of(runner, unsplit(batch))
 
         # As if nobody had looked: lane 0 is request 0 alone, and attends to keys that lane 1 has not written yet.
-        naive = (
-            UBatchSlice(slice(0, 1), slice(0, 3)),
-            UBatchSlice(slice(1, 4), slice(3, batch.num_tokens)),
-        )
+        naive = (UBatchSlice(slice(0, 1), slice(0, 3)), UBatchSlice(slice(1, 4), slice(3, batch.num_tokens)))
         decision = Decision(True, None, None, (tuple(piece.num_tokens for piece in naive),))
         schedule = runner.dbo.for_mode(batch.mode).schedule
         wrong = logits_of(runner, replace(batch, decision=decision, slices=naive, schedule=schedule))

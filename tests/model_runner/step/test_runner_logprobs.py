@@ -11,15 +11,7 @@ from checkpoints import checkpoint_fixture, load_reference, reference_logits
 from torch import Tensor
 
 import model_runner.step.logprobs
-from model_runner import (
-    ModelRunner,
-    Request,
-    RequestError,
-    SamplingParams,
-    ScheduledRequest,
-    TokenLogprobs,
-    generate,
-)
+from model_runner import ModelRunner, Request, RequestError, SamplingParams, ScheduledRequest, TokenLogprobs, generate
 from model_runner.step.logprobs import read_logprobs, score_tokens
 from ubatch import UBatchConfig
 

@@ -6,8 +6,9 @@ the overlap loop that is a whole step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from attention_batches import Batch, MLABatch
+from checkpoints import checkpoint_fixture
 from dense_checkpoint import make_small
 from draft_cases import drafted_tokens
 from flashinfer_cases import DECODE, EXTEND, LIMITS, MIXED, PREFIX, VERIFY, install, make, padded, run
@@ -94,17 +96,17 @@ def is_refused(name: str, mla: bool, kind: str) -> bool:
     return kind == "tree" and (name.startswith("trtllm") or (mla and name == "flashinfer"))
 
 
-ATTENTION = [
-    pytest.param(name, mla, kind, id=f"{'mla' if mla else 'mha'}-{name}-{kind}")
-    for mla, names in ((False, MHA), (True, MLA))
-    for name in names
-    for kind in BATCHES
-    if not is_refused(name, mla, kind)
-]
+def cases(kinds: Iterable[str], mha: Sequence[str], mla: Sequence[str]) -> list[Any]:
+    names = [(name, False) for name in mha] + [(name, True) for name in mla]
+    return [
+        pytest.param(name, latent, kind, id=f"{'mla' if latent else 'mha'}-{name}-{kind}")
+        for (name, latent), kind in product(names, kinds)
+        if not is_refused(name, latent, kind)
+    ]
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize(("name", "mla", "kind"), ATTENTION)
+@pytest.mark.parametrize(("name", "mla", "kind"), cases(BATCHES, MHA, MLA))
 def test_attention_of_a_step(monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, kind: str) -> None:
     requests, options = BATCHES[kind]
     batch = make(requests, mla=mla, block_size=32 if mla else 16, **options)
@@ -121,17 +123,8 @@ def test_attention_of_a_step(monkeypatch: pytest.MonkeyPatch, name: str, mla: bo
     assert steps.fake.tagged("", "forward")
 
 
-REPLAYS = [
-    pytest.param(name, mla, kind, id=f"{'mla' if mla else 'mha'}-{name}-{kind}")
-    for mla, names in ((False, MHA), (True, MLA))
-    for name in names
-    for kind in GRAPHS
-    if name != "torch" and not is_refused(name, mla, kind)
-]
-
-
 @pytest.mark.sample(7)
-@pytest.mark.parametrize(("name", "mla", "kind"), REPLAYS)
+@pytest.mark.parametrize(("name", "mla", "kind"), cases(GRAPHS, MHA[1:], MLA[1:]))  # torch's cannot be captured
 def test_attention_before_a_replay(monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, kind: str) -> None:
     num_queries, options, first, second = GRAPHS[kind]
     if mla:
@@ -208,9 +201,7 @@ DRAWN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small(tmp_path_factory.mktemp("copies"), dense=True, layers=1)
+checkpoint = checkpoint_fixture(make_small, dense=True, layers=1)
 
 
 @contextmanager

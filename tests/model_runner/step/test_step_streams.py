@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import checkpoint_fixture
 from dense_checkpoint import make_small
 from fake_device import run
 from fake_streams import FakeEvent, FakeStream
 from launched_ahead import Ahead
+from request_steps import admitted, step
 from step_cases import StepStreamsFake, recording
 from step_host import Place
 
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, generate
+from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, build_input_batch, generate
 from serving.engine import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
@@ -47,9 +49,7 @@ CONSTRAINED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small(tmp_path_factory.mktemp("streams"), dense=True, layers=1)
+checkpoint = checkpoint_fixture(make_small, dense=True, layers=1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -163,13 +163,9 @@ def test_steps_that_nobody_reads(steps: Steps) -> None:
 
 def test_verify_steps_and_prompt_logprobs(steps: Steps, plain: ModelRunner) -> None:
     def run(runner: ModelRunner) -> list[Any]:
-        request = Request("r", PROMPTS[3], SamplingParams(prompt_logprobs=2))
-        runner.admit(request, 40)
-        outputs = [runner.execute([ScheduledRequest(request, 9)])]
-        request.advance(9, None)
-        outputs.append(runner.execute([ScheduledRequest(request, 6)]))
-        request.advance(6, outputs[-1].tokens[0][0])
-        outputs.append(runner.execute([ScheduledRequest(request, 1, (5, 6, 7))]))
+        (request,) = admitted(runner, PROMPTS[3:], 40, prompt_logprobs=2)
+        shares = ScheduledRequest(request, 9), ScheduledRequest(request, 6), ScheduledRequest(request, 1, (5, 6, 7))
+        outputs = [step(runner, [share]) for share in shares]
         runner.release(request)
         return [(output.tokens, output.prompt_logprobs) for output in outputs]
 
@@ -216,23 +212,16 @@ def test_in_lanes(checkpoint: Path, plain: ModelRunner, monkeypatch: pytest.Monk
 def test_logits_for_the_caller(steps: Steps) -> None:
     runner = steps.runner
     with recording(runner, steps.fake, steps.monkeypatch) as recorder:
-        request = Request("r", PROMPTS[0], DRAWN[0])
-        runner.admit(request, 10)
+        (request,) = admitted(runner, PROMPTS[:1])
+        shares = [ScheduledRequest(request, request.num_tokens)]
         with runner.streams.forward():
-            batch = runner_batch(runner, request)
+            batch = build_input_batch(shares, runner.request_table, runner.kv_cache.spec, runner.device)
         logits = runner.forward(runner.agree(batch))
         assert recorder.memory(logits).place is Place.DEVICE
         logits.argmax()
         runner.release(request)
     assert steps.fake.operations[-1].stream is steps.fake.compute
     assert steps.faults == []
-
-
-def runner_batch(runner: ModelRunner, request: Request) -> Any:
-    from model_runner import build_input_batch
-
-    share = ScheduledRequest(request, request.num_tokens)
-    return build_input_batch([share], runner.request_table, runner.kv_cache.spec, runner.device)
 
 
 # -- planted errors -----------------------------------------------------------------------------------------------
@@ -297,8 +286,7 @@ def test_an_order_that_is_missing_is_found(steps: Steps, plant: Callable[[Steps]
 def test_a_copy_that_is_dropped_needs_what_it_copies(steps: Steps) -> None:
     steps.runner.streams._downloads = deque(maxlen=0)
     with recording(steps.runner, steps.fake, steps.monkeypatch):
-        request = Request("r", PROMPTS[0], DRAWN[0])
-        steps.runner.admit(request, 10)
+        (request,) = admitted(steps.runner, PROMPTS[:1])
         steps.runner.launch([ScheduledRequest(request, 8)]).sample()
     assert any("of forward is freed while copy_ on download" in fault for fault in steps.faults), steps.faults
 

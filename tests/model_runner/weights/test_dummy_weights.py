@@ -46,8 +46,7 @@ def generate(folder: Path, **options: Any) -> tuple[list[tuple[int, ...]], int]:
 
 @pytest.fixture(scope="module")
 def alone(lite: Path) -> list[tuple[int, ...]]:
-    tokens, _ = generate(lite)
-    return tokens
+    return generate(lite)[0]
 
 
 def test_one_rank(alone: list[tuple[int, ...]], lite: Path) -> None:

@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load_reference, make_checkpoint, reference_greedy, with_tensors
-from fp8_checkpoints import (
-    FP8,
-    Kind,
-    blockwise,
-    compressed,
-    dequantize,
-    load_share,
-    one_weight,
-    quantize,
-    write_fp8,
-)
+from fp8_checkpoints import FP8, Kind, blockwise, compressed, dequantize, load_share, one_weight, quantize, write_fp8
 from model_checks import PROMPTS, close, expected_logits, prefill_logits
 from safetensors.torch import load_file
 from step_cases import StepStreamsFake
@@ -46,11 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
         blockwise(24, 16, scales=torch.uint8, scale_fmt="ue8m0"),
     ),
     "MiMo-V2-Flash": ("MiMoV2Flash", {}, blockwise(16, 20, plain=["layers.1.self_attn.o_proj"])),
-    "per tensor": (
-        "Mixtral",
-        {},
-        Kind({"quant_method": "fp8"}, (0, 0), "_scale", dims=0),
-    ),
+    "per tensor": ("Mixtral", {}, Kind({"quant_method": "fp8"}, (0, 0), "_scale", dims=0)),
     "compressed per tensor": ("Llama", {}, compressed("tensor", dims=1, plain=["layers.0.mlp.down_proj"])),
     "compressed per channel": ("Qwen3Moe", {}, compressed("channel", block=(1, 0))),
     "compressed blocks": ("Llama", {}, compressed("block", block=(16, 32))),

@@ -42,19 +42,9 @@ FP8_CONFIG = blockwise(16, 28).config
         ),
         (cut_scales, FP8_CONFIG, WrongShape, r"'w_scale_inv' has shape \[5, 4\].* asks for \[6, 4\]"),
         (id, blockwise(16, 16).config, WrongShape, r"'w_scale_inv' has shape \[6, 4\].* asks for \[6, 6\]"),
-        (
-            id,
-            None,
-            CheckpointError,
-            "float8_e4m3fn .* with scales 'w_scale_inv', but config.json names no",
-        ),
+        (id, None, CheckpointError, "float8_e4m3fn .* with scales 'w_scale_inv', but config.json names no"),
         (drop("_scale_inv"), None, CheckpointError, "'w' is stored as float8_e4m3fn .*, but config.json names no"),
-        (
-            put(w=torch.ones(82, 90)),
-            FP8_CONFIG,
-            CheckpointError,
-            "'w' is stored as float32 .* with scales",
-        ),
+        (put(w=torch.ones(82, 90)), FP8_CONFIG, CheckpointError, "'w' is stored as float32 .* with scales"),
         (put(w=torch.ones(82, 90, dtype=torch.int8)), FP8_CONFIG, CheckpointError, "'w' is stored as int8"),
         (put(w=torch.ones(82, 90).to(torch.float8_e5m2)), FP8_CONFIG, CheckpointError, "stored as float8_e5m2"),
         (
@@ -108,10 +98,7 @@ def with_group(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"quant_method": "gptq", "bits": 4},
-            r"'gptq' \(GPTQ.*not supported\. Weights may be .*Choose a",
-        ),
+        ({"quant_method": "gptq", "bits": 4}, r"'gptq' \(GPTQ.*not supported\. Weights may be .*Choose a"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' .ModelOpt, such as NVFP4"),
         ({"quant_method": "mxfp4"}, "'mxfp4' .MXFP4"),
         ({"quant_method": "new"}, "quant_method 'new', which is not supported"),

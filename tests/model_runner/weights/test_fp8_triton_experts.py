@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, with_config
-from fp8_checkpoints import (
-    FP8,
-    PROMPTS,
-    Kind,
-    blockwise,
-    compressed,
-    kept_projections,
-    round_operands,
-    write_fp8,
-)
+from fp8_checkpoints import FP8, PROMPTS, Kind, blockwise, compressed, kept_projections, round_operands, write_fp8
 from model_checks import prompt_logits
 from safetensors.torch import load_file
 from torch import Tensor, nn

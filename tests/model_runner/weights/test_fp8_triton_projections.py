@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, with_config
-from fp8_checkpoints import (
-    FP8,
-    PROMPTS,
-    blockwise,
-    kept_projections,
-    load_share,
-    round_operands,
-    write_fp8,
-)
+from fp8_checkpoints import FP8, PROMPTS, blockwise, kept_projections, load_share, round_operands, write_fp8
 from model_checks import prompt_logits
 from safetensors.torch import load_file
 from triton_batches import DEVICE  # before Triton is imported

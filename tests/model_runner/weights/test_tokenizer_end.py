@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from repository import TINY_MOE
 
-from model_runner import Checkpoint, ModelRunner, SamplingParams, generate, model_class, read_model_config
+from model_runner import Checkpoint, ModelRunner, SamplingParams, generate
+from model_runner.models.registry import read_model
 
 Files = Mapping[str, Mapping[str, Any]]
 NAMED = {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}
@@ -27,9 +28,7 @@ def checkpoint_of(folder: Path, files: Files) -> Path:
 
 
 def ends_of(folder: Path) -> tuple[int, ...]:
-    checkpoint = Checkpoint(folder)
-    kind = model_class(checkpoint.architecture, checkpoint.config)
-    return read_model_config(kind, checkpoint.config, checkpoint.generation_config()).eos_token_ids
+    return read_model(Checkpoint(folder))[1].eos_token_ids
 
 
 @pytest.mark.parametrize(
