@@ -11,12 +11,7 @@ from attention_conformance import lanes_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import (
-    AttentionShape,
-    CommonAttentionMetadata,
-    KVCacheSpec,
-    split_attn_metadata,
-)
+from attention import AttentionShape, CommonAttentionMetadata, KVCacheSpec, split_attn_metadata
 from ubatch import ConfigError, SplitError, UBatchSlice, split_balanced, split_fixed, split_two_chunk
 
 BATCHES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=7)

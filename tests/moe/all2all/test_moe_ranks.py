@@ -73,10 +73,7 @@ def _traffic(rank: int, group: CommGroup) -> None:
     ids = mask_padding(ids, 3)
     routed = Routed(torch.randn(4, HIDDEN), ids, torch.full((4, TOP_K), 0.5))
     row, result = HIDDEN * 4 + TOP_K * 8, HIDDEN * 4
-    assert _sent(layer, "torch_dist", group, routed) == {
-        "dispatch": 4 * row,
-        "combine": 4 * result,
-    }
+    assert _sent(layer, "torch_dist", group, routed) == {"dispatch": 4 * row, "combine": 4 * result}
     nowhere = Routed(routed.x, mask_padding(ids, 0), routed.weights)
     assert _sent(layer, "torch_dist", group, nowhere) == {"dispatch": 0, "combine": 0}
     everywhere = {"dispatch": 8 * row, "combine": 8 * result}
@@ -287,10 +284,7 @@ def _refused(rank: int, group: CommGroup) -> None:
     kernel = layer.kernel(make_all2all("torch_dist", group=group, num_experts=EXPERTS))
     routed = make_tokens(layer, 6, TOP_K)
     two = replace(SIGNALLED, chunks=2)
-    with (
-        tracing() as trace,
-        pytest.raises(ConfigError, match="dispatch, not of 2"),
-    ):
+    with tracing() as trace, pytest.raises(ConfigError, match="dispatch, not of 2"):
         alone(group, two, lambda: kernel(routed.x, routed.weights, routed.ids))
     kernel.experts = _Sleeping(kernel.experts, 0.0)
     with pytest.raises(ConfigError, match=r"_Sleeping run all at once .* Use experts 'grouped', or .* chunks"):
