@@ -14,6 +14,7 @@ import torch
 from fake_cuda import FakeCuda
 from graph_cases import graphed
 from moe_layers import Layer, make_layer, make_tokens
+from only_lane import alone
 from torch import Tensor, nn
 
 from moe import All2AllTraits, SoftmaxTopKRouter, make_all2all
@@ -226,11 +227,8 @@ def test_experts_compute_only_the_chunks_rows() -> None:
     expected = torch.bincount(routed.ids.flatten(), minlength=EXPERTS).tolist()
     for own in (True, False):
         schedule, rows = Schedule("one", lanes=1, chunks=4, chunk_dispatch=own), [0] * EXPERTS
-        with (
-            closing(SingleLane(CPU)) as lane,
-            mock.patch.object(kernel.experts, "run_expert", wraps=kernel.experts.run_expert) as run,
-        ):
-            lane.run([lambda: kernel(routed.x, routed.weights, routed.ids)], schedule, [None])
+        with mock.patch.object(kernel.experts, "run_expert", wraps=kernel.experts.run_expert) as run:
+            alone(None, schedule, lambda: kernel(routed.x, routed.weights, routed.ids))
         for slot, x in (call.args for call in run.call_args_list):
             rows[slot] += x.shape[0]
         assert rows == expected
@@ -253,9 +251,8 @@ def test_low_precision_is_summed_in_float32() -> None:
     layer = make_layer(EXPERTS, HIDDEN, dtype=torch.bfloat16)
     routed = make_tokens(layer, 5, TOP_K)
     kernel = layer.kernel(make_all2all("local", group=None, num_experts=EXPERTS))
-    with closing(SingleLane(CPU)) as lane:
-        schedule = Schedule("one", lanes=1, chunks=8)
-        (actual,) = lane.run([lambda: kernel(routed.x, routed.weights, routed.ids)], schedule, [None])
+    schedule = Schedule("one", lanes=1, chunks=8)
+    actual, _ = alone(None, schedule, lambda: kernel(routed.x, routed.weights, routed.ids))
     parts = [kernel(routed.x, routed.weights, torch.where(routed.ids == expert, expert, -1)) for expert in range(8)]
     assert actual.dtype is torch.bfloat16
     assert torch.equal(actual, torch.stack(parts).float().sum(0).to(torch.bfloat16))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from deep_ep_standin_events import calls
 from moe_layers import Layer, Routed, make_layer, make_tokens
+from only_lane import alone
 from torch import Tensor
 
 from moe import (
@@ -32,7 +33,6 @@ from ubatch import (
     set_forward_context,
     tracing,
 )
-from ubatch.lanes.single_lane import SingleLane
 
 EXPERTS, TOP_K, ROOM = 8, 2, 16
 
@@ -135,10 +135,7 @@ class Bench:
 
     def alone(self, schedule: Schedule, body: Callable[[], Tensor]) -> tuple[Tensor, Trace]:
         """`body` in the only lane of a schedule."""
-        ranks = frozenset() if self.group is None else frozenset(self.group.ranks)
-        with closing(SingleLane(torch.device("cpu"))) as lane, tracing() as trace:
-            (output,) = lane.run([body], schedule, [None], ranks)
-        return output, trace
+        return alone(self.group, schedule, body)
 
     def voted(self, *per_rank: int) -> Any:
         """A step whose tokens the ranks know; `deepep_auto` has to know more."""

@@ -14,9 +14,9 @@ from ubatch.lanes.single_lane import SingleLane
 __all__ = ["alone"]
 
 
-def alone(group: CommGroup, schedule: Schedule, body: Callable[[], Tensor]) -> tuple[Tensor, Trace]:
+def alone(group: CommGroup | None, schedule: Schedule, body: Callable[[], Tensor]) -> tuple[Tensor, Trace]:
     """Run `body` as the only lane."""
     with closing(SingleLane(torch.device("cpu"))) as lane, tracing() as trace:
         trace.step = 1
-        (output,) = lane.run([body], schedule, [None], frozenset(group.ranks))
+        (output,) = lane.run([body], schedule, [None], frozenset(() if group is None else group.ranks))
     return output, trace
