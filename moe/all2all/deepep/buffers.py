@@ -160,9 +160,6 @@ class DeepEPBuffers(Generic[BufferT]):
                 self._buffers[key] = self._make(connection, key)
         return self._buffers[key]
 
-    def __len__(self) -> int:
-        return len(self._buffers)
-
 
 class SizedBuffers(DeepEPBuffers[SizedBuffer]):
     """`deep_ep.Buffer`s.

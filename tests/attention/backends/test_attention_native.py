@@ -244,7 +244,7 @@ def test_a_prompt_is_bit_for_bit_the_same_alone_on_any_threads_and_wherever_it_i
     for rows, piece in parts(batch, [57, 150]):
         assert torch.equal(piece.forward(backend.plan(piece.metadata)), whole[rows])
     if isinstance(shape, MLAShape):
-        small = native_mla._load_kernel(dtype, MOST_ROWS=32)
+        small = native_mla._kernel(dtype, MOST_ROWS=32)
         monkeypatch.setattr(native_mla, "_kernel", lambda dtype: small)
         assert torch.equal(run(batch), whole)
 
