@@ -17,7 +17,7 @@ import torch
 from attention_batches import AnyBatch, Batch, MLABatch, make_batch, make_mla_batch
 from attention_conformance import Bench, check, lanes_between
 from c_kernels import KINDS, needs_c, use_instructions
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch_threads import on_threads
@@ -137,7 +137,6 @@ def test_every_kind_of_instructions_over_latents(shape: MLAShape, block_size: in
     assert own.square().mean() < 1.05 * others.square().mean()
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 140), st.sampled_from([1, 1, 1, 0, 5, 60])), max_size=8),
     group=st.integers(1, 8),
