@@ -13,11 +13,11 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from graph_cases import graphed
-from moe_layers import Layer, make_layer, make_tokens
+from moe_layers import Layer, Stack, make_layer, make_tokens
 from only_lane import alone
 from torch import Tensor, nn
 
-from moe import All2AllTraits, SoftmaxTopKRouter, make_all2all
+from moe import All2AllTraits, make_all2all
 from moe.all2all.chunks import blocks_of, only_block
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
 from ubatch.lanes.single_lane import SingleLane
@@ -34,23 +34,14 @@ CPU = torch.device("cpu")
 SINGLE, BASE, DECODE = (get_schedule(name) for name in ("single_batch", "mlp_shared_overlap", "two_batch_decode"))
 
 
-class Model(nn.Module):
+def stack_of(layer: Layer, all2all: str = "local", layers: int = LAYERS) -> Stack:
     """Layers that pass every point that a decoder's do."""
-
-    def __init__(self, layer: Layer, all2all: str = "local", experts: str = "grouped") -> None:
-        super().__init__()
-        self.shared = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        transport = make_all2all(all2all, group=None, num_experts=EXPERTS)
-        self.kernels = nn.ModuleList(layer.kernel(transport, experts, self.shared) for _ in range(LAYERS))
-        self.router = SoftmaxTopKRouter(TOP_K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for kernel in self.kernels:
-            dbo_yield(Point.ATTN_PREPARE)
-            weights, ids = self.router(x[:, :EXPERTS])
-            x = x + kernel(x, weights, ids)
-            dbo_yield(Point.LAYER)
-        return x
+    transport = make_all2all(all2all, group=None, num_experts=EXPERTS)
+    model = Stack([layer] * layers, transport, top_k=TOP_K, shared=True)
+    for kernel in model.kernels:
+        kernel.register_forward_pre_hook(lambda *_: dbo_yield(Point.ATTN_PREPARE))
+        kernel.register_forward_hook(lambda *_: dbo_yield(Point.LAYER))
+    return model
 
 
 def run_in_lanes(
@@ -98,8 +89,8 @@ class Scaling(nn.Module):
         return y
 
 
-def scaling_model(*, shared: bool) -> Model:
-    model = Model(make_layer(EXPERTS, HIDDEN), "host_loopback")
+def scaling_model(*, shared: bool) -> Stack:
+    model = stack_of(make_layer(EXPERTS, HIDDEN), "host_loopback")
     for kernel in model.kernels:
         kernel.experts, kernel.shared_experts = Scaling(), model.shared if shared else None
     return model
@@ -125,7 +116,7 @@ def test_a_tokens_bits_do_not_depend_on_the_lanes() -> None:
 @torch.inference_mode()
 def test_the_kernel_does_what_the_simulator_says(base: Schedule, recv: Recv) -> None:
     """Every launch, wait and point of every lane in order, and who runs when."""
-    model = Model(make_layer(EXPERTS, HIDDEN), "host_loopback")
+    model = stack_of(make_layer(EXPERTS, HIDDEN), "host_loopback")
     times = LayerTimes(attn_core=1.0, experts=1.0, dispatch=1.0, combine=1.0, shared=1.0)
     for schedule in variants(replace(base, recv=recv)):
         program = layer_program(times, LAYERS, schedule)
@@ -158,7 +149,7 @@ def outline(program: Sequence[Op]) -> list[tuple[str, str]]:
 @torch.inference_mode()
 def test_a_steps_own_overlap_is_in_the_trace() -> None:
     """One lane, two chunks: the second dispatch travels while the first chunk computes."""
-    _, trace = run_in_lanes(Model(make_layer(EXPERTS, HIDDEN), "host_loopback"), torch.randn(4, HIDDEN), SINGLE)
+    _, trace = run_in_lanes(stack_of(make_layer(EXPERTS, HIDDEN), "host_loopback"), torch.randn(4, HIDDEN), SINGLE)
     (program,) = programs_of(trace, 1)
     first_layer = outline(program)[: outline(program).index(("point", "output"))]
     assert first_layer == [
@@ -173,12 +164,10 @@ def test_a_steps_own_overlap_is_in_the_trace() -> None:
 @torch.inference_mode()
 def test_on_a_gpu_a_chunk_waits_for_its_own_transfer_only(lanes: int) -> None:
     """The communication stream carries what comes later while the experts of a chunk compute."""
-    cuda, model, x = FakeCuda(), Model(make_layer(EXPERTS, HIDDEN), "host_loopback"), torch.randn(4 * lanes, HIDDEN)
-    model.kernels = model.kernels[:1]
-    expected, seen = (
-        model(x),
-        [],
-    )  # of the communication stream, at each call of the experts: what is done, and launched
+    cuda, x = FakeCuda(), torch.randn(4 * lanes, HIDDEN)
+    model = stack_of(make_layer(EXPERTS, HIDDEN), "host_loopback", layers=1)
+    # Of the communication stream, at each call of the experts: what is done, and launched.
+    expected, seen = model(x), []
     model.kernels[0].experts.register_forward_pre_hook(
         lambda *_: seen.append((cuda.compute.clock.get("comm", 0), cuda.comm.clock["comm"]))
     )
@@ -235,7 +224,7 @@ def test_experts_compute_only_the_chunks_rows() -> None:
 
 
 def test_gradients_flow_through_lanes_and_chunks_where_nothing_travels() -> None:
-    model = Model(make_layer(EXPERTS, HIDDEN))
+    model = stack_of(make_layer(EXPERTS, HIDDEN))
     x, grads = torch.randn(6, HIDDEN), []
     for schedule in (None, BASE, replace(BASE, chunks=3), replace(BASE, chunks=2, chunk_dispatch=False)):
         leaf = x.clone().requires_grad_()
@@ -302,7 +291,7 @@ def test_factors_and_shares_are_what_random_routing_sends() -> None:
 
 @torch.inference_mode()
 def test_what_no_back_end_serves_is_refused() -> None:
-    model = Model(make_layer(EXPERTS, HIDDEN))
+    model = stack_of(make_layer(EXPERTS, HIDDEN))
     x = torch.randn(4, HIDDEN)
     with pytest.raises(ConfigError, match="has 9 chunks, but all2all back end LocalAll2All with 8 experts"):
         run_in_lanes(model, x, replace(BASE, chunks=9))
