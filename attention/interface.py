@@ -28,12 +28,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from attention.kv_cache import (
-    KVCacheSpec,
-    LayersCacheSpec,
-    MLACacheSpec,
-    check_positive,
-)
+from attention.kv_cache import KVCacheSpec, LayersCacheSpec, MLACacheSpec, check_positive
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError
 

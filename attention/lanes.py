@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attention.backends.registry import make_attention_backend, resolve_attention_backend
-from attention.interface import (
-    AttentionBackend,
-    AttentionPlan,
-    GraphLimits,
-    MLAInputs,
-    MLAPlan,
-    Shape,
-)
+from attention.interface import AttentionBackend, AttentionPlan, GraphLimits, MLAInputs, MLAPlan, Shape
 from attention.kv_cache import KVCache
 from attention.linear import choice
 from attention.linear.plan import LinearPlan

@@ -57,13 +57,7 @@ def softmax_attention(
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, soft_cap: float | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     count, heads, length, dim = q.shape
     kv_heads, num_keys = k.shape[1:3]

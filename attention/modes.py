@@ -59,13 +59,7 @@ class ModeTraits:
 
 
 MODES: Mapping[ForwardMode, ModeTraits] = {
-    ForwardMode.DECODE: ModeTraits(
-        "1",
-        SplitKind.FIXED,
-        Kernel.DECODE,
-        graph=True,
-        sglang="DECODE",
-    ),
+    ForwardMode.DECODE: ModeTraits("1", SplitKind.FIXED, Kernel.DECODE, graph=True, sglang="DECODE"),
     ForwardMode.PREFILL: ModeTraits(
         "any number (SGLang: extend)",
         SplitKind.BY_LENGTH,

@@ -55,15 +55,7 @@ from moe.gpu_linear import fp8_linear, fp8_linear_block
 from moe.grouped_linear import NativeLinear
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.placement import ExpertPlacement, local_experts
-from moe.router import (
-    NO_EXPERT,
-    GroupLimitedRouter,
-    Router,
-    SigmoidTopKRouter,
-    SoftmaxTopKRouter,
-    mask_padding,
-    route,
-)
+from moe.router import NO_EXPERT, GroupLimitedRouter, Router, SigmoidTopKRouter, SoftmaxTopKRouter, mask_padding, route
 from moe.schedule_checks import check_schedule, check_schedule_by_name, check_signalled_experts
 from moe.transformers_parallel import TransformersUnsupportedError, register_with_transformers
 

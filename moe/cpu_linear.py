@@ -142,9 +142,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @functools.cache
 def _onednn_is_faster(few_rows: bool) -> bool:
     """Measured once per process, for few rows and for many."""
-    if not _has_onednn():
-        return False
-    return choice(f"oneDNN is faster, few rows: {few_rows}", lambda: _measure_onednn(few_rows))
+    return _has_onednn() and choice(f"oneDNN is faster, few rows: {few_rows}", lambda: _measure_onednn(few_rows))
 
 
 def _measure_onednn(few_rows: bool) -> bool:
@@ -158,9 +156,7 @@ def _measure_onednn(few_rows: bool) -> bool:
 @functools.cache
 def _packed_is_faster(dtype: torch.dtype) -> bool:
     """Measured once per process and dtype."""
-    if not _has_onednn():
-        return False
-    return choice(f"packing pays: {dtype}", lambda: _measure_packed(dtype))
+    return _has_onednn() and choice(f"packing pays: {dtype}", lambda: _measure_packed(dtype))
 
 
 def _measure_packed(dtype: torch.dtype) -> bool:

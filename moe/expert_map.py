@@ -11,7 +11,6 @@ and change in place, so a captured or recorded step reads what they hold when it
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe.experts.quantization import in_triton
 from moe.placement import MOST_ROWS, Ints
 from ubatch import ForwardMode, get_forward_context
 from ubatch.kernels import compile_c, kernel_of, this_thread, why_not_c
@@ -100,7 +100,7 @@ def map_and_count(topk_ids: Tensor, expert_map: ExpertMap | None, load: LayerLoa
         mapping, experts = None, counts.shape[0]
     else:
         return topk_ids
-    if topk_ids.is_cuda and _has_triton():
+    if topk_ids.is_cuda and in_triton("cuda"):
         from moe.kernels import expert_map as triton_kernel
 
         return triton_kernel.map_and_count(topk_ids, experts, mapping, counts)
@@ -135,11 +135,6 @@ def reference_map_and_count(
     table, turns = mapping
     rows = torch.arange(topk_ids.shape[0], device=topk_ids.device) % turns
     return table[rows[:, None], ids].to(torch.int64)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @cache

@@ -15,9 +15,7 @@ with equal scores are in any order here, and in the order of their ids in the ke
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from moe import cpu_router
 from moe.cpu_router import MOST_EXPERTS
+from moe.experts.quantization import in_triton
 from ubatch import ConfigError
 from ubatch.kernels import runs_in_c
 
@@ -72,7 +71,7 @@ class SoftmaxTopKRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or there are fewer experts than `top_k`.
         """
-        self._check(router_logits)
+        _check_logits(self, router_logits)
         if _fuses(router_logits):
             return _fused(self, router_logits)
         probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
@@ -80,10 +79,6 @@ class SoftmaxTopKRouter:
         if self.renormalize:
             topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
         return topk_weights, topk_ids
-
-    def _check(self, router_logits: Tensor) -> None:
-        """Refuse logits that this router cannot take; see `__call__`."""
-        _check_logits(router_logits, self.top_k)
 
 
 @dataclass(frozen=True)
@@ -116,15 +111,11 @@ class GroupLimitedRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or `E` experts do not fit `top_k` and the groups.
         """
-        self._check(router_logits)
+        _check_logits(self, router_logits)
         if _fuses(router_logits):
             return _fused(self, router_logits)
         scores = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
         return _best_in_groups(self, scores, scores, best=1)
-
-    def _check(self, router_logits: Tensor) -> None:
-        """Refuse logits that this router cannot take; see `__call__`."""
-        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
 
 
 @dataclass(frozen=True)
@@ -161,19 +152,15 @@ class SigmoidTopKRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or `E` experts do not fit `top_k`, the groups or the bias.
         """
-        self._check(router_logits)
+        _check_logits(self, router_logits)
         if _fuses(router_logits):
             return _fused(self, router_logits)
         scores = torch.sigmoid(router_logits.float())
         candidates = scores if self.correction_bias is None else scores + self.correction_bias
         return _best_in_groups(self, scores, candidates, best=2)
 
-    def _check(self, router_logits: Tensor) -> None:
-        """Refuse logits that this router cannot take; see `__call__`."""
-        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
-        bias = self.correction_bias
-        if bias is not None and bias.shape != router_logits.shape[1:]:
-            raise ConfigError(f"correction_bias is {list(bias.shape)}, but there are {router_logits.shape[1]} experts.")
+
+_Own = SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter
 
 
 def _best_in_groups(
@@ -202,7 +189,10 @@ def _check_settings(top_k: int, num_groups: int = 1, top_groups: int = 1, scale:
         raise ConfigError(f"scale must be positive, not {scale}.")
 
 
-def _check_logits(router_logits: Tensor, top_k: int, num_groups: int = 1, top_groups: int = 1) -> None:
+def _check_logits(router: _Own, router_logits: Tensor) -> None:
+    """Refuse logits that the router cannot take; see its `__call__`."""
+    top_k = router.top_k
+    num_groups, top_groups = (1, 1) if isinstance(router, SoftmaxTopKRouter) else (router.num_groups, router.top_groups)
     if router_logits.dim() != 2 or not router_logits.is_floating_point():
         raise ConfigError(
             f"router_logits must be floating [tokens, experts], not {router_logits.dtype} {list(router_logits.shape)}."
@@ -218,6 +208,9 @@ def _check_logits(router_logits: Tensor, top_k: int, num_groups: int = 1, top_gr
             f"top_k = {top_k} is more than the {allowed} experts in the {top_groups} of {num_groups} groups that a "
             "token may visit."
         )
+    bias = router.correction_bias if isinstance(router, SigmoidTopKRouter) else None
+    if bias is not None and bias.shape != router_logits.shape[1:]:
+        raise ConfigError(f"correction_bias is {list(bias.shape)}, but there are {num_experts} experts.")
 
 
 def route(router: Router, router_logits: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -234,8 +227,8 @@ def route(router: Router, router_logits: Tensor, num_tokens: int | Tensor) -> tu
     Raises:
         ConfigError: what `router` and `mask_padding` refuse.
     """
-    if isinstance(router, SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter) and _fuses(router_logits):
-        router._check(router_logits)
+    if isinstance(router, _Own) and _fuses(router_logits):
+        _check_logits(router, router_logits)
         if isinstance(num_tokens, int) and num_tokens == router_logits.shape[0]:
             return _fused(router, router_logits)
         padded = _check_num_tokens(num_tokens, router_logits.shape[0])
@@ -286,19 +279,10 @@ def _fuses(router_logits: Tensor) -> bool:
     """Whether a kernel takes these logits."""
     if not router_logits.is_cuda:
         return runs_in_c(router_logits) and router_logits.shape[1] <= MOST_EXPERTS
-    return _has_triton() and not (router_logits.requires_grad and torch.is_grad_enabled())
+    return in_triton("cuda") and not (router_logits.requires_grad and torch.is_grad_enabled())
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _fused(
-    router: SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter,
-    router_logits: Tensor,
-    num_tokens: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _fused(router: _Own, router_logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
     settings: dict[str, Any] = vars(router)
     if isinstance(router, SigmoidTopKRouter):
         settings = {**settings, "sigmoid": True, "bias": router.correction_bias}

@@ -61,19 +61,6 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def refuse_dtype(name: str, device: torch.device, dtype: torch.dtype, known: Sequence[torch.dtype]) -> None:
-    """Refuse a dtype that the GPU kernels do not support; stand-ins on a CPU support any.
-
-    Raises:
-        ConfigError: `dtype` is not in `known`.
-    """
-    if device.type == "cuda" and dtype not in known:
-        raise ConfigError(
-            f"attention back end {name!r} computes in {' or '.join(map(str, known))}, not in {dtype}. Choose another "
-            "dtype, or another back end."
-        )
-
-
 def refuse_tree_mask(name: str, metadata: CommonAttentionMetadata) -> None:
     """Refuse a tree of drafts, for kernels that take no mask; a chain needs none.
 

@@ -15,14 +15,7 @@ Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.tile import (
-    BATCH_ARGUMENTS,
-    PagedLayer,
-    TileSize,
-    attend_keys,
-    kernel_constants,
-    store_rows,
-)
+from attention.kernels.tile import BATCH_ARGUMENTS, PagedLayer, TileSize, attend_keys, kernel_constants, store_rows
 from ubatch.kernels import rows_contiguous
 from ubatch.kernels.triton_jit import jit
 

@@ -24,6 +24,4 @@ captured into a CUDA graph, whether it waits on the host, and how much chunks of
 
 from moe.all2all.host_loopback import HostLoopbackAll2All
 
-__all__ = [
-    "HostLoopbackAll2All",
-]
+__all__ = ["HostLoopbackAll2All"]

@@ -40,15 +40,7 @@ from moe.all2all.chunks import only_block
 from moe.all2all.host_loopback import HostLoopbackAll2All, Message, Staging, lane_here
 from moe.all2all.layouts import BatchedDispatch
 from moe.all2all.payload import pack_rows, unpack_rows
-from ubatch import (
-    CommGroup,
-    Transfer,
-    UBatchError,
-    capturing,
-    current_sm_budget,
-    fork_comm_stream,
-    report_sm_use,
-)
+from ubatch import CommGroup, Transfer, UBatchError, capturing, current_sm_budget, fork_comm_stream, report_sm_use
 from ubatch.streams import Event
 
 if TYPE_CHECKING:

@@ -80,9 +80,3 @@ def sum_choices(
             BLOCK=block,
         )
     return out
-
-
-def reference_sum_choices(rows: Tensor, topk_ids: Tensor, first_expert: int, num_experts: int) -> Tensor:
-    """`sum_choices` in torch, for weighted rows; for unweighted rows see `moe.all2all.batches.sum_pairs`."""
-    is_local = (topk_ids >= first_expert) & (topk_ids < first_expert + num_experts)
-    return torch.where(is_local[:, :, None], rows.float(), 0.0).sum(1).to(rows.dtype)

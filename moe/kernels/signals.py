@@ -273,12 +273,7 @@ def project_down_signalling(
 
 
 def copy_signalled(
-    y: Tensor,
-    rows_per_expert: Tensor,
-    signals: Signals,
-    out: Tensor,
-    num_programs: int,
-    places: Tensor | None = None,
+    y: Tensor, rows_per_expert: Tensor, signals: Signals, out: Tensor, num_programs: int, places: Tensor | None = None
 ) -> None:
     """Copy every block of `y` to `out` once it is done. Launch it after the projection, on another stream that does not
     wait for the projection.

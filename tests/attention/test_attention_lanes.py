@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from attention_batches import AnyBatch, make_batch, make_mla_batch
-from attention_conformance import lanes_between
-from hypothesis import given, settings
+from attention_conformance import Bench, check_lanes, lanes_between
+from flashinfer_standin import StandIns
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from attention import (
     AttentionShape,
@@ -23,8 +22,9 @@ from attention import (
     split_attn_metadata,
 )
 from attention.backends import registry
+from attention.backends.torch.mla import TorchMLABackend
 from attention.backends.torch.sdpa import TorchAttentionBackend
-from attention.lanes import EmptyPlan, Plan
+from attention.lanes import EmptyPlan
 from ubatch import ConfigError, ForwardMode, UBatchSlice
 
 pytestmark = pytest.mark.long
@@ -49,8 +49,8 @@ OPTIONS = [
 
 
 @st.composite
-def cut_batches(draw: st.DrawFn, *, mla: bool) -> tuple[AnyBatch, list[UBatchSlice]]:
-    """A batch of any kind, and legal lanes for it: cut anywhere, but drafts of a request stay together."""
+def cut_batches(draw: st.DrawFn, *, mla: bool) -> tuple[AnyBatch, list[int]]:
+    """A batch of any kind, and legal edges of lanes for it: cut anywhere, but drafts of a request stay together."""
     kind = draw(st.sampled_from(sorted(KINDS)))
     requests = draw(KINDS[kind]) + [(0, 0)] * draw(st.integers(0, 2))
     drafts = draw(st.sampled_from(["chain", "tree"])) if kind == "verify" else None
@@ -67,43 +67,18 @@ def cut_batches(draw: st.DrawFn, *, mla: bool) -> tuple[AnyBatch, list[UBatchSli
         batch = make_batch(requests, shape=draw(st.sampled_from(OPTIONS)), **options)
     starts = batch.metadata.query_start_loc_cpu
     places = st.sampled_from(starts) if drafts else st.integers(0, starts[-1])
-    edges = sorted(draw(st.lists(places, min_size=1, max_size=3)))
-    return batch, lanes_between(edges, batch.metadata)
-
-
-def run(plan: Plan, batch: AnyBatch, rows: slice, layer: int = 0) -> Tensor:
-    own: Any = batch.part(rows)
-    out: Tensor = own.forward(plan, layer)
-    return out
-
-
-def memory_of(cache: object) -> list[Tensor]:
-    """The real blocks of all pools; what padding left in the hidden one depends on the order."""
-    return [pool.blocks(0) for pool in cache._pools]  # type: ignore[attr-defined]
+    return batch, sorted(draw(st.lists(places, min_size=1, max_size=3)))
 
 
 # -- the property ------------------------------------------------------------------------------------------------------
 
 
-def check_lanes(batch: AnyBatch, slices: Sequence[UBatchSlice], name: str = "torch") -> None:
-    whole_cache, lane_cache = batch.new_cache(), batch.new_cache()
-    everything = slice(0, len(batch.metadata.slot_mapping))
-    whole = run(UBatchAttention(batch.shape, whole_cache, name).plan(batch.metadata), batch, everything, 0)
-    plans = UBatchAttention(batch.shape, lane_cache, name).plan_lanes(split_attn_metadata(slices, batch.metadata))
-    assert len(plans) == len(slices)
-    lanes = [run(plan, batch, piece.token_slice, 0) for plan, piece in zip(plans, slices, strict=True)]
-    torch.testing.assert_close(torch.cat(lanes), whole, atol=5e-6, rtol=1e-5)
-    torch.testing.assert_close(whole, batch.expected(), atol=5e-6, rtol=1e-5)
-    for ours, theirs in zip(memory_of(lane_cache), memory_of(whole_cache), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize(("name", "mla"), [("torch", False), ("auto", False), ("torch", True), ("auto", True)])
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("kind", [TorchAttentionBackend, TorchMLABackend], ids=["mha", "mla"])
+@pytest.mark.parametrize("name", ["torch", "auto"])
 @given(data=st.data())
-def test_lane_by_lane_equals_whole(name: str, mla: bool, data: st.DataObject) -> None:
+def test_lane_by_lane_equals_whole(name: str, kind: Any, data: st.DataObject) -> None:
     """The later lane sees what the earlier one wrote, in every kind of batch, wherever it is cut."""
-    check_lanes(*data.draw(cut_batches(mla=mla)), name)
+    check_lanes(Bench(name, kind.traits.mla, kind), *data.draw(cut_batches(mla=kind.traits.mla)), StandIns())
 
 
 @pytest.mark.parametrize("make", [make_batch, make_mla_batch], ids=["mha", "mla"])
@@ -112,7 +87,7 @@ def test_the_wrong_order_would_be_noticed(make: type) -> None:
     batch = make([(0, 8)])
     slices = lanes_between([4], batch.metadata)
     plans = UBatchAttention(batch.shape, batch.new_cache()).plan_lanes(split_attn_metadata(slices, batch.metadata))
-    late = run(plans[1], batch, slices[1].token_slice, 0)
+    late = batch.part(slices[1].token_slice).forward(plans[1])
     assert (late - batch.expected()[4:]).abs().max() > 1e-2
 
 
@@ -125,17 +100,17 @@ def test_the_wrong_order_would_be_noticed(make: type) -> None:
 def test_an_empty_lane_attends_to_nothing_and_writes_nothing(make: Any) -> None:
     batch = make([(3, 2)], padding=2)
     cache = batch.new_cache()
-    before = [pool.clone() for pool in memory_of(cache)]
+    before = [pool.blocks(0).clone() for pool in cache._pools]
     empty, padding = UBatchSlice(slice(0, 0), slice(5, 5)), UBatchSlice(slice(0, 0), slice(2, 4))
     attention = UBatchAttention(batch.shape, cache)
     slices = [UBatchSlice(slice(0, 1), slice(0, 2)), padding]
     plans = attention.plan_lanes(split_attn_metadata(slices, batch.metadata))
     assert isinstance(plans[1], EmptyPlan)
-    out = run(plans[1], batch, padding.token_slice, 0)
+    out = batch.part(padding.token_slice).forward(plans[1])
     assert out.shape == (2, *batch.expected().shape[1:])
     assert not out.any()
-    assert len(run(plans[1], batch, empty.token_slice, 0)) == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, memory_of(cache), strict=True))
+    assert len(batch.part(empty.token_slice).forward(plans[1])) == 0
+    assert all(torch.equal(old, pool.blocks(0)) for old, pool in zip(before, cache._pools, strict=True))
     idle = make([])
     assert isinstance(attention.plan(idle.metadata), EmptyPlan)
 
@@ -203,7 +178,7 @@ def test_prefill_and_decode_may_run_on_different_back_ends(
     attention = UBatchAttention(batch.shape, batch.new_cache(), prefill="torch", decode="recording")
     assert attention.backend(batch.metadata).name == name
     assert attention.backend(batch.metadata, lane=1).name == name
-    out = run(attention.plan(batch.metadata), batch, slice(0, len(batch.q)), 0)
+    out = batch.forward(attention.plan(batch.metadata))
     torch.testing.assert_close(out, batch.expected(), atol=5e-6, rtol=1e-5)
     held = attention.memory()
     places = ("whole", "lane 0", "lane 1")

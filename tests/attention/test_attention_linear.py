@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from attention_conformance import lanes_between
 from c_kernels import KINDS, needs_c
 from torch import Tensor
 from torch.nn import functional as F
-from triton_linear import use_triton
+from triton_linear import heads_of, use_triton
 
 from attention import CommonAttentionMetadata, GatedDeltaShape, StatePool, split_attn_metadata
 from attention.linear import scan
 from attention.linear.choice import make_linear_plan
-from attention.linear.delta_rule import normalised, reference_delta_rule
+from attention.linear.delta_rule import reference_delta_rule
 from attention.linear.plan import LinearPlan
-from ubatch import ConfigError, ForwardMode, UBatchSlice
+from ubatch import ConfigError, ForwardMode
 
 SHAPES = [GatedDeltaShape(2, 4, 8, 12, 4), GatedDeltaShape(3, 3, 4, 4, 2), GatedDeltaShape(1, 2, 6, 70, 1)]
 LAYER = 1
@@ -32,13 +32,8 @@ class Layer:
         self.g, self.beta = -2 * torch.rand(length, shape.num_v_heads), torch.rand(length, shape.num_v_heads)
         padded = F.pad(self.qkv.T[None], (shape.conv_kernel - 1, 0))
         mixed = F.silu(F.conv1d(padded, conv.T[:, None], groups=shape.conv_dim))[0].T
-        q, k, v = mixed.split((shape.key_size, shape.key_size, shape.value_size), dim=-1)
-        heads, groups = (length, shape.num_k_heads, shape.k_dim), shape.num_v_heads // shape.num_k_heads
-        q = normalised(q.reshape(heads), shape.k_dim**-0.5).repeat_interleave(groups, dim=1)
-        k = normalised(k.reshape(heads), 1.0).repeat_interleave(groups, dim=1)
-        v = v.reshape(length, shape.num_v_heads, shape.v_dim)
         start = torch.zeros(shape.num_v_heads, shape.k_dim, shape.v_dim)
-        self.expected, self.state = reference_delta_rule(q, k, v, self.g, self.beta, start)
+        self.expected, self.state = reference_delta_rule(*heads_of(mixed, shape), self.g, self.beta, start)
 
 
 def described(
@@ -54,16 +49,6 @@ def described(
         mode,
         state_slots=[slot for slot, _, _ in shares],
     )
-
-
-def cut(metadata: CommonAttentionMetadata, edges: list[int]) -> list[UBatchSlice]:
-    """Lanes at these tokens, with every request that has a token in them."""
-    starts, pieces = metadata.query_start_loc_cpu, []
-    for start, stop in pairwise(edges):
-        inside = [r for r in range(metadata.num_reqs) if starts[r] < stop and starts[r + 1] > start]
-        requests = slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
-        pieces.append(UBatchSlice(requests, slice(start, stop)))
-    return pieces
 
 
 MARKS: dict[str, tuple[Any, ...]] = {"torch": (), "triton": (), "best": (needs_c,), "8 lanes": (needs_c,)}
@@ -105,15 +90,15 @@ def test_any_chunks_and_lanes_equal_the_reference(seed: int) -> None:
         padding = chance.choice([0, 2])
         whole = described([(slots[index], done[index], count) for index, count in shares], padding)
         count = whole.num_actual_tokens
-        edges = [0, *sorted(chance.randint(0, count) for _ in range(chance.randint(0, 2))), count + padding]
-        straddled += len(set(edges) - set(whole.query_start_loc_cpu) - {count + padding})
+        edges = sorted(chance.randint(0, count) for _ in range(chance.randint(0, 2)))
+        straddled += len(set(edges) - set(whole.query_start_loc_cpu))
         got = []
         inputs = [
             torch.cat([getattr(requests[index], name)[done[index] : done[index] + tokens] for index, tokens in shares])
             for name in ("qkv", "g", "beta")
         ]
         inputs = [torch.cat((each, each.new_full((padding, each.shape[1]), float("nan")))) for each in inputs]
-        lanes = cut(whole, edges)
+        lanes = lanes_between(edges, whole)
         for piece, metadata in zip(lanes, split_attn_metadata(lanes, whole), strict=True):
             qkv, g, beta = (each[piece.token_slice] for each in inputs)
             got.append(make_linear_plan(pool, metadata).forward(qkv, g, beta, conv, LAYER))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from triton_batches import DEVICE  # before Triton is imported
+from triton_linear import heads_of
 
 from attention import GatedDeltaShape
-from attention.linear.delta_rule import normalised, reference_delta_rule
+from attention.linear.delta_rule import reference_delta_rule
 from attention.linear.kernels import tuning
 from attention.linear.kernels.prepare import precision
 from attention.linear.kernels.scan import ScanChoice, scan_chunks
@@ -64,12 +65,7 @@ class Prompts:
         return out, states
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        shape, tokens = self.shape, self.mixed.shape[0]
-        q, k, v = self.mixed.float().split((shape.key_size, shape.key_size, shape.value_size), dim=-1)
-        heads, groups = (tokens, shape.num_k_heads, shape.k_dim), shape.num_v_heads // shape.num_k_heads
-        q = normalised(q.reshape(heads), shape.k_dim**-0.5).repeat_interleave(groups, dim=1)
-        k = normalised(k.reshape(heads), 1.0).repeat_interleave(groups, dim=1)
-        inputs = q, k, v.reshape(tokens, shape.num_v_heads, shape.v_dim), self.g, self.beta
+        inputs = *heads_of(self.mixed, self.shape), self.g, self.beta
         states, rows = self.states.clone(), []
         states[1] = 0.0
         each_request = zip(*(each.split(self.lengths) for each in inputs), strict=True)

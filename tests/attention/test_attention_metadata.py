@@ -11,12 +11,7 @@ from attention_conformance import lanes_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import (
-    AttentionShape,
-    CommonAttentionMetadata,
-    KVCacheSpec,
-    split_attn_metadata,
-)
+from attention import CommonAttentionMetadata, split_attn_metadata
 from ubatch import ConfigError, SplitError, UBatchSlice, split_balanced, split_fixed, split_two_chunk
 
 BATCHES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=7)
@@ -148,8 +143,3 @@ def test_metadata_is_frozen_and_replaceable() -> None:
     with pytest.raises(AttributeError):
         metadata.num_reqs = 3  # type: ignore[misc]
     assert replace(metadata, max_seq_len=9).max_seq_len == 9
-
-
-def test_shape_and_spec_types() -> None:
-    assert AttentionShape(8, 2, 64).group_size == 4
-    assert KVCacheSpec(1, 2, 64).blocks_for(17) == 2

@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from fake_cuda import FakeCuda
-from moe_layers import Layer, make_layer, make_tokens
+from graph_cases import graphed
+from moe_layers import Layer, Stack, make_layer, make_tokens
+from only_lane import alone
 from torch import Tensor, nn
 
-from moe import All2AllTraits, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all
+from moe import All2AllTraits, make_all2all
 from moe.all2all.chunks import blocks_of, only_block
-from moe.experts.grouped import GroupedExperts
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.workers import LanePool
@@ -29,27 +31,17 @@ pytestmark = pytest.mark.long
 
 EXPERTS, HIDDEN, TOP_K, LAYERS = 8, 12, 3, 2
 CPU = torch.device("cpu")
-BASE = get_schedule("mlp_shared_overlap")
-DECODE = get_schedule("two_batch_decode")
+SINGLE, BASE, DECODE = (get_schedule(name) for name in ("single_batch", "mlp_shared_overlap", "two_batch_decode"))
 
 
-class Model(nn.Module):
+def stack_of(layer: Layer, all2all: str = "local", layers: int = LAYERS) -> Stack:
     """Layers that pass every point that a decoder's do."""
-
-    def __init__(self, layer: Layer, all2all: str = "local", experts: str = "grouped") -> None:
-        super().__init__()
-        self.shared = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        transport = make_all2all(all2all, group=None, num_experts=EXPERTS)
-        self.kernels = nn.ModuleList(layer.kernel(transport, experts, self.shared) for _ in range(LAYERS))
-        self.router = SoftmaxTopKRouter(TOP_K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for kernel in self.kernels:
-            dbo_yield(Point.ATTN_PREPARE)
-            weights, ids = self.router(x[:, :EXPERTS])
-            x = x + kernel(x, weights, ids)
-            dbo_yield(Point.LAYER)
-        return x
+    transport = make_all2all(all2all, group=None, num_experts=EXPERTS)
+    model = Stack([layer] * layers, transport, top_k=TOP_K, shared=True)
+    for kernel in model.kernels:
+        kernel.register_forward_pre_hook(lambda *_: dbo_yield(Point.ATTN_PREPARE))
+        kernel.register_forward_hook(lambda *_: dbo_yield(Point.LAYER))
+    return model
 
 
 def run_in_lanes(
@@ -83,9 +75,10 @@ def test_blocks_are_the_same_share_of_every_ranks_experts() -> None:
 
 
 class Scaling(nn.Module):
-    """Experts that only multiply: their bits depend on nothing but the token, so those of a sum show its order."""
+    """Experts that only multiply, and read nothing on the host: their bits depend on nothing but the token, so those of
+    a sum show its order."""
 
-    expert_range, capturable = range(EXPERTS), False
+    expert_range, capturable = range(EXPERTS), True
     factors = torch.linspace(0.1, 1.7, EXPERTS)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -96,13 +89,17 @@ class Scaling(nn.Module):
         return y
 
 
+def scaling_model(*, shared: bool) -> Stack:
+    model = stack_of(make_layer(EXPERTS, HIDDEN), "host_loopback")
+    for kernel in model.kernels:
+        kernel.experts, kernel.shared_experts = Scaling(), model.shared if shared else None
+    return model
+
+
 @torch.inference_mode()
 def test_a_tokens_bits_do_not_depend_on_the_lanes() -> None:
     """Of the same chunks. Those of other chunks are added in another order."""
-    model = Model(make_layer(EXPERTS, HIDDEN), "host_loopback")
-    for kernel in model.kernels:
-        kernel.experts, kernel.shared_experts = Scaling(), None
-    x = torch.randn(7, HIDDEN)
+    model, x = scaling_model(shared=False), torch.randn(7, HIDDEN)
     outputs = []
     for chunks in (1, 2, 3):
         one, two, three = (run_in_lanes(model, x, replace(BASE, lanes=n, chunks=chunks))[0] for n in (1, 2, 3))
@@ -119,7 +116,7 @@ def test_a_tokens_bits_do_not_depend_on_the_lanes() -> None:
 @torch.inference_mode()
 def test_the_kernel_does_what_the_simulator_says(base: Schedule, recv: Recv) -> None:
     """Every launch, wait and point of every lane in order, and who runs when."""
-    model = Model(make_layer(EXPERTS, HIDDEN), "host_loopback")
+    model = stack_of(make_layer(EXPERTS, HIDDEN), "host_loopback")
     times = LayerTimes(attn_core=1.0, experts=1.0, dispatch=1.0, combine=1.0, shared=1.0)
     for schedule in variants(replace(base, recv=recv)):
         program = layer_program(times, LAYERS, schedule)
@@ -152,9 +149,7 @@ def outline(program: Sequence[Op]) -> list[tuple[str, str]]:
 @torch.inference_mode()
 def test_a_steps_own_overlap_is_in_the_trace() -> None:
     """One lane, two chunks: the second dispatch travels while the first chunk computes."""
-    _, trace = run_in_lanes(
-        Model(make_layer(EXPERTS, HIDDEN), "host_loopback"), torch.randn(4, HIDDEN), get_schedule("single_batch")
-    )
+    _, trace = run_in_lanes(stack_of(make_layer(EXPERTS, HIDDEN), "host_loopback"), torch.randn(4, HIDDEN), SINGLE)
     (program,) = programs_of(trace, 1)
     first_layer = outline(program)[: outline(program).index(("point", "output"))]
     assert first_layer == [
@@ -165,70 +160,71 @@ def test_a_steps_own_overlap_is_in_the_trace() -> None:
     ]
 
 
-class Clocked(nn.Module):
-    """Experts that note how many copies of the communication stream they come after."""
-
-    def __init__(self, experts: Any, cuda: FakeCuda) -> None:
-        super().__init__()
-        self.experts, self.cuda = experts, cuda
-        self.expert_range = experts.expert_range
-        self.seen: list[tuple[int, int]] = []
-
-    def forward(self, *args: Tensor) -> Tensor:
-        self.seen.append((self.cuda.compute.clock.get("comm", 0), self.cuda.comm.clock["comm"]))
-        output: Tensor = self.experts(*args)
-        return output
-
-
 @pytest.mark.parametrize("lanes", [1, 2])
 @torch.inference_mode()
 def test_on_a_gpu_a_chunk_waits_for_its_own_transfer_only(lanes: int) -> None:
     """The communication stream carries what comes later while the experts of a chunk compute."""
-    layer, cuda = make_layer(EXPERTS, HIDDEN), FakeCuda()
-    model = Model(layer, "host_loopback")
-    kernel: Any = model.kernels[0]
-    clocked = Clocked(kernel.experts, cuda)
-    kernel.experts = clocked
-    model.kernels = model.kernels[:1]
-    x = torch.randn(4 * lanes, HIDDEN)
-    expected = model(x)
-    clocked.seen.clear()
+    cuda, x = FakeCuda(), torch.randn(4 * lanes, HIDDEN)
+    model = stack_of(make_layer(EXPERTS, HIDDEN), "host_loopback", layers=1)
+    # Of the communication stream, at each call of the experts: what is done, and launched.
+    expected, seen = model(x), []
+    model.kernels[0].experts.register_forward_pre_hook(
+        lambda *_: seen.append((cuda.compute.clock.get("comm", 0), cuda.comm.clock["comm"]))
+    )
     with cuda.installed():
         actual, _ = run_in_lanes(model, x, replace(BASE, lanes=lanes, chunks=2), cuda)
     cuda.check(f"{lanes} lanes")
     torch.testing.assert_close(actual, expected)
-    assert len(clocked.seen) == 2 * lanes
-    for number, (after, launched) in enumerate(clocked.seen):
+    assert len(seen) == 2 * lanes
+    for number, (after, launched) in enumerate(seen):
         assert after < launched, f"call {number} of the experts comes after all {launched} copies"
-    first, second = clocked.seen[:2]
+    first, second = seen[:2]
     assert first[0] < second[0]
 
 
-class Counting(GroupedExperts):
-    """Experts that count the rows that they multiply."""
-
-    def run_expert(self, slot: int, x: Tensor) -> Tensor:
-        self.rows[slot] += x.shape[0]
-        return super().run_expert(slot, x)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        SINGLE,
+        replace(SINGLE, name="one_dispatch", chunks=3, chunk_dispatch=False),
+        replace(BASE, name="two_by_two", chunks=2),
+        replace(DECODE, name="two_by_three", chunks=3, chunk_dispatch=False),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_replays(schedule: Schedule) -> None:
+    """Captured on the device that records every operation: replays equal the plain call."""
+    model = scaling_model(shared=True)
+    with graphed(model, schedule=schedule) as case:
+        captured = case.wrapper.capture(case.x(6, HIDDEN))
+        assert captured.key.schedule == schedule.name
+        for _ in range(3):
+            x = case.x(6, HIDDEN)
+            torch.testing.assert_close(case.wrapper(x), model(x))
+        statistics = case.wrapper.statistics()
+        assert statistics.graph_replays == 3, statistics
+        single = schedule.lanes == 1
+        assert (statistics.engaged, statistics.engaged_single) == ((0, 3) if single else (3, 0)), statistics
 
 
 @torch.inference_mode()
 def test_experts_compute_only_the_chunks_rows() -> None:
     layer = make_layer(EXPERTS, HIDDEN)
     routed = make_tokens(layer, 9, TOP_K)
-    experts = Counting(layer.w13, layer.w2)
-    kernel = FusedMoEModularKernel(make_all2all("local", group=None, num_experts=EXPERTS), experts)
+    kernel = layer.kernel(make_all2all("local", group=None, num_experts=EXPERTS))
     expected = torch.bincount(routed.ids.flatten(), minlength=EXPERTS).tolist()
     for own in (True, False):
-        experts.rows = [0] * EXPERTS
-        schedule = Schedule("one", lanes=1, chunks=4, chunk_dispatch=own)
-        with closing(SingleLane(CPU)) as lane:
-            lane.run([lambda: kernel(routed.x, routed.weights, routed.ids)], schedule, [None])
-        assert experts.rows == expected
+        schedule, rows = Schedule("one", lanes=1, chunks=4, chunk_dispatch=own), [0] * EXPERTS
+        with mock.patch.object(kernel.experts, "run_expert", wraps=kernel.experts.run_expert) as run:
+            alone(None, schedule, lambda: kernel(routed.x, routed.weights, routed.ids))
+        for slot, x in (call.args for call in run.call_args_list):
+            rows[slot] += x.shape[0]
+        assert rows == expected
 
 
 def test_gradients_flow_through_lanes_and_chunks_where_nothing_travels() -> None:
-    model = Model(make_layer(EXPERTS, HIDDEN))
+    model = stack_of(make_layer(EXPERTS, HIDDEN))
     x, grads = torch.randn(6, HIDDEN), []
     for schedule in (None, BASE, replace(BASE, chunks=3), replace(BASE, chunks=2, chunk_dispatch=False)):
         leaf = x.clone().requires_grad_()
@@ -244,9 +240,8 @@ def test_low_precision_is_summed_in_float32() -> None:
     layer = make_layer(EXPERTS, HIDDEN, dtype=torch.bfloat16)
     routed = make_tokens(layer, 5, TOP_K)
     kernel = layer.kernel(make_all2all("local", group=None, num_experts=EXPERTS))
-    with closing(SingleLane(CPU)) as lane:
-        schedule = Schedule("one", lanes=1, chunks=8)
-        (actual,) = lane.run([lambda: kernel(routed.x, routed.weights, routed.ids)], schedule, [None])
+    schedule = Schedule("one", lanes=1, chunks=8)
+    actual, _ = alone(None, schedule, lambda: kernel(routed.x, routed.weights, routed.ids))
     parts = [kernel(routed.x, routed.weights, torch.where(routed.ids == expert, expert, -1)) for expert in range(8)]
     assert actual.dtype is torch.bfloat16
     assert torch.equal(actual, torch.stack(parts).float().sum(0).to(torch.bfloat16))
@@ -296,7 +291,7 @@ def test_factors_and_shares_are_what_random_routing_sends() -> None:
 
 @torch.inference_mode()
 def test_what_no_back_end_serves_is_refused() -> None:
-    model = Model(make_layer(EXPERTS, HIDDEN))
+    model = stack_of(make_layer(EXPERTS, HIDDEN))
     x = torch.randn(4, HIDDEN)
     with pytest.raises(ConfigError, match="has 9 chunks, but all2all back end LocalAll2All with 8 experts"):
         run_in_lanes(model, x, replace(BASE, chunks=9))
@@ -316,7 +311,7 @@ def test_schedules_that_could_differ_between_ranks_are_refused() -> None:
         check_runnable(Own("mine"))
     with pytest.raises(ConfigError, match="one lane and recv=peer"):
         check_runnable(Schedule("mine", lanes=1, chunks=2, recv=Recv.PEER))
-    check_runnable(get_schedule("single_batch"))
+    check_runnable(SINGLE)
 
 
 def test_whatever_ranks_measure_their_order_is_the_same() -> None:

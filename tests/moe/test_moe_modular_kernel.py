@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from moe_layers import Layer, Routed, make_layer
-from torch import Tensor, nn
+from moe_layers import Stack, lanes_of, make_layer
+from torch import Tensor
 
-from moe import All2All, All2AllTraits, Dispatched, FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
-from ubatch import (
-    ConfigError,
-    Recv,
-    Schedule,
-    SharedExpert,
-    Transfer,
-    UBatchConfig,
-    UBatchWrapper,
-    dbo_current_ubatch_id,
-    get_schedule,
-)
+from moe import Dispatched, FusedMoEModularKernel, make_all2all, make_experts
+from moe.all2all.local import LocalAll2All
+from ubatch import ConfigError, Recv, SharedExpert, Transfer, dbo_current_ubatch_id, get_schedule
 
 
 class Events(list[str]):
@@ -30,90 +24,54 @@ class Events(list[str]):
         self.append(f"{dbo_current_ubatch_id()} {what}")
 
 
-class WatchedAll2All(All2All[None]):
+class WatchedAll2All(LocalAll2All):
     """`local`, telling when something is launched and when it is waited for."""
 
-    def __init__(self, num_experts: int, events: Events, traits: dict[str, int] | None = None) -> None:
-        self.inner = make_all2all("local", group=None, num_experts=num_experts)
-        self.num_experts, self.experts = self.inner.num_experts, self.inner.experts
-        self.traits: All2AllTraits = replace(self.inner.traits, **(traits or {}))
+    def __init__(self, events: Events, **traits: int) -> None:
+        super().__init__(num_experts=8)
+        self.traits = replace(self.traits, **traits)
         self.events = lambda: events  # a function is no state of the module, which would be found changed
 
     def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Transfer[Dispatched[None]]:
         self.events().note("dispatch")
-        return self.inner.dispatch(x, topk_ids, topk_weights).map(self._arrived)
+        return super().dispatch(x, topk_ids, topk_weights).map(partial(self._arrived, "dispatched"))
 
     def combine(self, y: Tensor, handle: None) -> Transfer[Tensor]:
         self.events().note("combine")
-        return self.inner.combine(y, handle).map(self._returned)
+        return super().combine(y, handle).map(partial(self._arrived, "combined"))
 
-    def _arrived(self, dispatched: Dispatched[None]) -> Dispatched[None]:
-        self.events().note("dispatched")
-        return dispatched
-
-    def _returned(self, y: Tensor) -> Tensor:
-        self.events().note("combined")
-        return y
+    def _arrived(self, what: str, arrived: Any) -> Any:
+        self.events().note(what)
+        return arrived
 
 
-class Watched(nn.Module):
-    """A module that tells when it runs."""
-
-    def __init__(self, module: nn.Module, name: str, events: Events) -> None:
-        super().__init__()
-        self.module, self.name, self.events = module, name, lambda: events
-        self.expert_range = getattr(module, "expert_range", range(0))
-
-    def forward(self, *args: Tensor) -> Tensor:
-        self.events().note(self.name)
-        output: Tensor = self.module(*args)
-        return output
+def watched_stack(events: Events, **traits: int) -> Stack:
+    """A layer that tells of everything that happens."""
+    model = Stack([make_layer()], WatchedAll2All(events, **traits), shared=True)
+    for module, name in ((model.kernels[0].experts, "experts"), (model.shared, "shared")):
+        module.register_forward_pre_hook(lambda *_, name=name: events.note(name))
+    return model
 
 
-class Stack(nn.Module):
-    """Residual MoE layers with their own routers: something to wrap."""
-
-    def __init__(self, kernels: list[FusedMoEModularKernel], hidden: int, top_k: int = 2) -> None:
-        super().__init__()
-        self.kernels = nn.ModuleList(kernels)
-        self.gates = nn.ModuleList(nn.Linear(hidden, kernels[0].all2all.num_experts) for _ in kernels)
-        self.router = SoftmaxTopKRouter(top_k)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for gate, kernel in zip(self.gates, self.kernels, strict=True):
-            weights, ids = self.router(gate(x))
-            x = x + kernel(x, weights, ids)
-        return x
-
-
-def overlapping(model: nn.Module, schedule: Schedule | str, lanes: int = 2) -> UBatchWrapper:
-    config = UBatchConfig(
-        verify="off",
-        num_ubatches=lanes,
-        dbo_prefill_token_threshold=lanes,
-        schedule=schedule,
-        require_overlap=True,
-        timeout_s=10.0,
-    )
-    return UBatchWrapper(model, config)
+def run_in_lanes(model: Stack, x: Tensor, lanes: int = 2, **schedule: Any) -> Tensor:
+    """The model under `mlp_shared_overlap`, with changes."""
+    changed = replace(get_schedule("mlp_shared_overlap"), **schedule)
+    with closing(lanes_of(model, None, changed, lanes)) as wrapper:
+        output: Tensor = wrapper(x)
+        assert wrapper.statistics().engaged == 1
+    return output
 
 
 @pytest.mark.parametrize("place", list(SharedExpert))
 @torch.inference_mode()
 def test_the_shared_expert_is_added_wherever_it_runs(place: SharedExpert) -> None:
-    layer, events = make_layer(), Events()
-    shared = nn.Linear(layer.hidden_size, layer.hidden_size)
-    kernel = layer.kernel(
-        make_all2all("local", group=None, num_experts=8), shared_experts=Watched(shared, "shared", events)
-    )
-    model = Stack([kernel], layer.hidden_size)
-    x = torch.randn(6, layer.hidden_size)
+    events, x = Events(), torch.randn(6, 12)
+    model = watched_stack(events)
     plain = model(x)
-    weights, ids = model.router(model.gates[0](x))
-    torch.testing.assert_close(plain, x + layer.expected(Routed(x, ids, weights)) + shared(x))
-    schedule = replace(get_schedule("mlp_shared_overlap"), shared_expert=place)
-    torch.testing.assert_close(overlapping(model, schedule)(x), plain)
-    assert events == ["0 shared", "0 shared", "1 shared"]
+    torch.testing.assert_close(plain, model.expected(x))
+    events.clear()
+    torch.testing.assert_close(run_in_lanes(model, x, shared_expert=place), plain)
+    assert [event for event in events if "shared" in event] == ["0 shared", "1 shared"]
 
 
 DISPATCHES = ["0 dispatch", "1 dispatch"]
@@ -137,30 +95,19 @@ ORDERS = {
 }
 
 
-def watched_stack(layer: Layer, events: Events) -> Stack:
-    held = make_experts("grouped", layer.w13, layer.w2)
-    shared = nn.Linear(layer.hidden_size, layer.hidden_size)
-    kernel = FusedMoEModularKernel(
-        WatchedAll2All(layer.num_experts, events), Watched(held, "experts", events), Watched(shared, "shared", events)
-    )
-    return Stack([kernel], layer.hidden_size)
-
-
 @pytest.mark.parametrize("place", list(SharedExpert))
 @torch.inference_mode()
 def test_order_of_events_in_lanes(place: SharedExpert) -> None:
-    layer, events = make_layer(), Events()
-    schedule = replace(get_schedule("mlp_shared_overlap"), shared_expert=place)
-    overlapping(watched_stack(layer, events), schedule)(torch.randn(4, layer.hidden_size))
+    events = Events()
+    run_in_lanes(watched_stack(events), torch.randn(4, 12), shared_expert=place)
     assert events == ORDERS[place]
 
 
 @torch.inference_mode()
 def test_order_of_events_when_the_peer_receives() -> None:
     """vLLM's order: a lane's transfer is waited for by the next lane, before that one's own launch."""
-    layer, events = make_layer(), Events()
-    schedule = replace(get_schedule("mlp_shared_overlap"), recv=Recv.PEER)
-    overlapping(watched_stack(layer, events), schedule)(torch.randn(4, layer.hidden_size))
+    events = Events()
+    run_in_lanes(watched_stack(events), torch.randn(4, 12), recv=Recv.PEER)
     assert events == [
         "0 dispatch",
         *("1 dispatched", "1 dispatch"),  # lane 1 receives for lane 0
@@ -173,8 +120,8 @@ def test_order_of_events_when_the_peer_receives() -> None:
 @torch.inference_mode()
 def test_order_of_events_outside_lanes() -> None:
     """The shared expert still runs between combine's launch and its wait."""
-    layer, events = make_layer(), Events()
-    watched_stack(layer, events)(torch.randn(4, layer.hidden_size))
+    events = Events()
+    watched_stack(events)(torch.randn(4, 12))
     assert [event[2:] for event in events] == ["dispatch", *MIDDLE, "shared", "combined"]
 
 
@@ -210,10 +157,7 @@ def test_experts_that_the_transport_does_not_serve_are_refused() -> None:
 
 @torch.inference_mode()
 def test_a_transport_that_serves_fewer_lanes_refuses_the_schedule() -> None:
-    layer = make_layer()
-    all2all = WatchedAll2All(layer.num_experts, Events(), {"max_lanes": 2})
-    model = Stack([layer.kernel(all2all)], layer.hidden_size)
-    x = torch.randn(6, layer.hidden_size)
-    overlapping(model, "mlp_shared_overlap", 2)(x)
+    model, x = watched_stack(Events(), max_lanes=2), torch.randn(6, 12)
+    run_in_lanes(model, x, lanes=2)
     with pytest.raises(ConfigError, match="has 3 lanes, but the all2all back end serves 2"):
-        overlapping(model, "mlp_shared_overlap", 3)(x)
+        run_in_lanes(model, x, lanes=3)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from c_kernels import needs_c
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from moe import (
@@ -25,43 +23,6 @@ from moe import (
 )
 from moe.router import route
 from ubatch import ConfigError
-
-
-def by_hand(logits: list[float], top_k: int, renormalize: bool) -> tuple[list[float], list[int]]:
-    """Softmax, the k largest, maybe scaled to sum 1: in Python's doubles."""
-    exponentials = torch.tensor(logits, dtype=torch.float64).exp()
-    probabilities = (exponentials / exponentials.sum()).tolist()
-    chosen = sorted(range(len(logits)), key=lambda expert: -probabilities[expert])[:top_k]
-    weights = [probabilities[expert] for expert in chosen]
-    total = sum(weights) if renormalize else 1.0
-    return [weight / total for weight in weights], chosen
-
-
-@given(
-    num_experts=st.integers(1, 9),
-    tokens=st.integers(0, 4),
-    renormalize=st.booleans(),
-    seed=st.integers(0, 99),
-    data=st.data(),
-)
-def test_softmax_top_k(num_experts: int, tokens: int, renormalize: bool, seed: int, data: st.DataObject) -> None:
-    top_k = data.draw(st.integers(1, num_experts))
-    logits = torch.randn(tokens, num_experts, generator=torch.Generator().manual_seed(seed))
-    weights, ids = SoftmaxTopKRouter(top_k, renormalize)(logits)
-    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
-    assert weights.shape == ids.shape == (tokens, top_k)
-    for row, token in enumerate(logits.tolist()):
-        expected_weights, expected_ids = by_hand(token, top_k, renormalize)
-        assert ids[row].tolist() == expected_ids
-        torch.testing.assert_close(weights[row].double(), torch.tensor(expected_weights, dtype=torch.float64))
-
-
-def test_low_precision_logits_are_routed_in_float32() -> None:
-    logits = torch.randn(5, 8).bfloat16()
-    weights, ids = SoftmaxTopKRouter(2)(logits)
-    exact, exact_ids = SoftmaxTopKRouter(2)(logits.float())
-    assert torch.equal(weights, exact)
-    assert torch.equal(ids, exact_ids)
 
 
 def test_bad_input_is_refused() -> None:
@@ -78,62 +39,6 @@ def test_bad_input_is_refused() -> None:
 # ----------------------------------------------------------------------------------- groups, sigmoid, bias, scale
 
 
-def in_groups(
-    scores: list[float], choice: list[float], router: GroupLimitedRouter | SigmoidTopKRouter, best: int
-) -> dict[int, float]:
-    """Expert -> weight of one token, in plain Python: the k best in the groups with the largest sum of `best` best."""
-    size = len(scores) // router.num_groups
-    groups = [range(first, first + size) for first in range(0, len(scores), size)]
-    groups.sort(key=lambda group: -sum(sorted((choice[expert] for expert in group), reverse=True)[:best]))
-    allowed = [expert for group in groups[: router.top_groups] for expert in group]
-    chosen = sorted(allowed, key=lambda expert: -choice[expert])[: router.top_k]
-    total = sum(scores[expert] for expert in chosen) if router.renormalize else 1.0
-    return {expert: scores[expert] / total * router.scale for expert in chosen}
-
-
-@st.composite
-def grouped(draw: st.DrawFn) -> dict[str, Any]:
-    """Experts in groups, and choices that fit them."""
-    num_groups, group_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    top_groups = draw(st.integers(1, num_groups))
-    return {
-        "num_experts": num_groups * group_size,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
-        "top_k": draw(st.integers(1, top_groups * group_size)),
-        "renormalize": draw(st.booleans()),
-        "scale": draw(st.sampled_from([1.0, 2.5, 16.0])),
-    }
-
-
-def assert_routed(weights: Tensor, ids: Tensor, expected: list[dict[int, float]]) -> None:
-    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
-    assert weights.shape == ids.shape
-    for row, token in enumerate(expected):
-        got = dict(zip(ids[row].tolist(), weights[row].tolist(), strict=True))
-        assert got == pytest.approx(token, rel=1e-5)
-
-
-@given(settings=grouped(), tokens=st.integers(0, 4), seed=st.integers(0, 99))
-def test_group_limited(settings: dict[str, Any], tokens: int, seed: int) -> None:
-    logits = 3 * torch.randn(tokens, settings.pop("num_experts"), generator=torch.Generator().manual_seed(seed))
-    router = GroupLimitedRouter(**settings)
-    scores = torch.softmax(logits.double(), -1).tolist()
-    assert_routed(*router(logits), [in_groups(token, token, router, best=1) for token in scores])
-
-
-@given(settings=grouped(), tokens=st.integers(0, 4), seed=st.integers(0, 99))
-def test_sigmoid_with_a_correction_bias(settings: dict[str, Any], tokens: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    num_experts = settings.pop("num_experts")
-    logits, bias = torch.randn(tokens, num_experts, generator=generator), torch.randn(num_experts, generator=generator)
-    router = SigmoidTopKRouter(**settings, correction_bias=bias)
-    scores = torch.sigmoid(logits.double())
-    choices = (scores + bias).tolist()
-    expected = [in_groups(*token, router, best=2) for token in zip(scores.tolist(), choices, strict=True)]
-    assert_routed(*router(logits), expected)
-
-
 def test_the_bias_decides_but_does_not_weigh() -> None:
     logits = torch.tensor([[2.0, 1.0, -3.0]])
     router = SigmoidTopKRouter(1, renormalize=False, correction_bias=torch.tensor([0.0, 0.0, 5.0]))
@@ -142,11 +47,6 @@ def test_the_bias_decides_but_does_not_weigh() -> None:
     assert weights.item() == pytest.approx(torch.sigmoid(torch.tensor(-3.0)).item())
     assert SigmoidTopKRouter(1)(logits)[1].tolist() == [[0]]
     assert router == SigmoidTopKRouter(1, renormalize=False), "the bias is a weight, not a setting"
-
-
-def test_weights_that_underflow_stay_finite() -> None:
-    weights, _ = SigmoidTopKRouter(2)(torch.full((1, 4), -300.0))
-    assert weights.tolist() == [[0.0, 0.0]]
 
 
 def same_choice(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> None:

@@ -23,6 +23,7 @@ from moe.router import Router, route
 from ubatch import ConfigError
 
 KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "torch": route,
     "triton": route_topk,
     "c": cpu_router.route_topk,
     "c, 8 lanes": cpu_router.route_topk,
@@ -32,13 +33,14 @@ KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 @pytest.fixture(
     scope="module",
     params=[
+        "torch",
         pytest.param("triton", marks=pytest.mark.triton),
         pytest.param("c", marks=needs_c),
         pytest.param("c, 8 lanes", marks=needs_c),
     ],
 )
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The kernel that `fused` calls; routers are torch's meanwhile."""
+    """The kernel that `fused` runs; routers themselves run in torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routers, "_fuses", lambda logits: False)
         patch.setitem(KERNELS, "chosen", KERNELS[request.param])
@@ -51,20 +53,42 @@ of_each_kernel = pytest.mark.usefixtures("kernel")
 
 
 def fused(router: Any, logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What the router gives where it is one kernel, on the CPU."""
-    settings = settings_of(router)
-    if settings.get("bias") is not None:
-        settings["bias"] = settings["bias"].to(DEVICE)
-    if isinstance(num_tokens, Tensor):
-        num_tokens = num_tokens.to(DEVICE)
-    weights, ids = KERNELS.get("chosen", route_topk)(logits.to(DEVICE), **settings, num_tokens=num_tokens)
+    """What the kernel gives."""
+    chosen = KERNELS.get("chosen", route_topk)
+    if chosen is route:
+        weights, ids = route(router, logits, len(logits) if num_tokens is None else num_tokens)
+    else:
+        settings = settings_of(router)
+        if settings.get("bias") is not None:
+            settings["bias"] = settings["bias"].to(DEVICE)
+        if isinstance(num_tokens, Tensor):
+            num_tokens = num_tokens.to(DEVICE)
+        weights, ids = chosen(logits.to(DEVICE), **settings, num_tokens=num_tokens)
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
     return weights.cpu(), ids.cpu()
 
 
+def by_hand(router: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and experts, best first: a plain loop over tokens and groups, in float64."""
+    of: dict[str, Any] = {"num_groups": 1, "top_groups": 1, "scale": 1.0, "correction_bias": None, **vars(router)}
+    sigmoid = isinstance(router, SigmoidTopKRouter)
+    scores = logits.double().sigmoid() if sigmoid else logits.double().softmax(-1)
+    candidates = scores if of["correction_bias"] is None else scores + of["correction_bias"]
+    weights, ids = torch.empty(len(logits), of["top_k"]), torch.empty(len(logits), of["top_k"], dtype=torch.int64)
+    size = logits.shape[1] // of["num_groups"]
+    for token, (score, choice) in enumerate(zip(scores.tolist(), candidates.tolist(), strict=True)):
+        groups = [range(first, first + size) for first in range(0, len(score), size)]
+        groups.sort(key=lambda group: -sum(sorted(choice[group.start : group.stop])[-2 if sigmoid else -1 :]))
+        allowed = [expert for group in groups[: of["top_groups"]] for expert in group]
+        ids[token] = torch.tensor(sorted(allowed, key=lambda expert: -choice[expert])[: of["top_k"]])
+        chosen = scores[token, ids[token]]
+        weights[token] = chosen / (chosen.sum() if of["renormalize"] else 1.0) * of["scale"]
+    return weights, ids
+
+
 def check(router: Router, logits: Tensor) -> None:
     weights, ids = fused(router, logits)
-    expected_weights, expected_ids = router(logits)
+    expected_weights, expected_ids = by_hand(router, logits)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, atol=1e-7, rtol=1e-5)
 
@@ -126,16 +150,16 @@ def test_softmax_top_k(experts: int, top_k: int, renormalize: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_logits_of_any_dtype_and_stride(dtype: torch.dtype, kernel: str) -> None:
-    if kernel != "triton" and dtype is not torch.bfloat16:
+    if kernel.startswith("c") and dtype is not torch.bfloat16:
         pytest.skip("the kernel in C takes float32 and bfloat16; torch routes the others")
     wide = torch.randn(4, 2, 24).to(dtype)
     logits = wide[:, 1]
     weights, ids = fused(SoftmaxTopKRouter(3), logits)
-    expected, _ = SoftmaxTopKRouter(3)(logits)
+    expected, _ = SoftmaxTopKRouter(3)(logits.float())
     torch.testing.assert_close(weights, expected)
     assert torch.equal(logits.gather(1, ids), logits.topk(3).values)
     turned = torch.randn(24, 4).to(dtype).t()
-    torch.testing.assert_close(fused(SoftmaxTopKRouter(3), turned)[0], SoftmaxTopKRouter(3)(turned)[0])
+    torch.testing.assert_close(fused(SoftmaxTopKRouter(3), turned)[0], SoftmaxTopKRouter(3)(turned.float())[0])
 
 
 def stable(scores: Tensor, candidates: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -144,9 +168,10 @@ def stable(scores: Tensor, candidates: Tensor, top_k: int) -> tuple[Tensor, Tens
     return scores.gather(1, ids), ids
 
 
-@of_each_kernel
 @pytest.mark.parametrize("seed", range(4))
-def test_of_equal_experts_and_groups_the_first_are_chosen(seed: int) -> None:
+def test_of_equal_experts_and_groups_the_first_are_chosen(seed: int, kernel: str) -> None:
+    if kernel == "torch":
+        pytest.skip("torch.topk promises no order of equal ones")
     logits = torch.randint(0, 3, (9, 32), generator=torch.Generator().manual_seed(seed)).float()
     weights, ids = fused(SoftmaxTopKRouter(6, renormalize=False), logits)
     scores = logits.softmax(-1)
@@ -165,32 +190,28 @@ def test_of_equal_experts_and_groups_the_first_are_chosen(seed: int) -> None:
     assert torch.equal(ids, expected[1])
 
 
-@of_each_kernel
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of nan
-def test_scores_that_underflow_stay_finite() -> None:
+def test_scores_that_underflow_stay_finite(kernel: str) -> None:
     logits = torch.full((3, 6), -300.0)
     weights, ids = fused(SigmoidTopKRouter(2), logits)
     assert weights.tolist() == [[0.0, 0.0]] * 3
-    assert ids.tolist() == [[0, 1]] * 3
+    assert kernel == "torch" or ids.tolist() == [[0, 1]] * 3
 
 
 @of_each_kernel
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of nan
-@pytest.mark.parametrize("in_torch", [True, False], ids=["torch", "kernel"])
 @pytest.mark.parametrize(
     "router",
     [SoftmaxTopKRouter(2), GroupLimitedRouter(2, 4, 2, renormalize=True), SigmoidTopKRouter(2, 4, 2)],
     ids=lambda router: type(router).__name__,
 )
-def test_a_token_without_numbers_changes_no_other_and_chooses_different_experts(router: Any, in_torch: bool) -> None:
+def test_a_token_without_numbers_changes_no_other_and_chooses_different_experts(router: Any) -> None:
     """Transports have room for each token once per expert."""
     clean = torch.randn(9, 8)
     logits = clean.clone()
     logits[[1, 4, 7]] = torch.tensor([float("nan"), float("inf"), float("-inf")])[:, None]
     logits[8, 3] = float("nan")
-    (weights, ids), (clean_weights, clean_ids) = (
-        (router if in_torch else partial(fused, router))(x) for x in (logits, clean)
-    )
+    (weights, ids), (clean_weights, clean_ids) = fused(router, logits), fused(router, clean)
     assert ids.min() >= 0
     assert ids.max() < 8
     assert (ids[:, 0] != ids[:, 1]).all()
@@ -262,7 +283,7 @@ def test_route_takes_the_kernel_where_it_can_and_the_router_elsewhere(monkeypatc
 
 
 def test_a_cpu_never_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routers, "_has_triton", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(routers, "in_triton", lambda device: pytest.fail("asked"))
     SoftmaxTopKRouter(2)(torch.randn(3, 8))
 
 

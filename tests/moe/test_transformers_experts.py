@@ -100,8 +100,7 @@ def on_ranks(rank: int, world_size: int, folder: Path, layout: str, sparse_layer
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=pytest.mark.slow if number else []) for number, name in enumerate(FAMILIES)],
+    "family", [pytest.param(name, marks=pytest.mark.slow if number else []) for number, name in enumerate(FAMILIES)]
 )
 def test_families_that_expert_parallel_does_not_know(family: str, layout: str, tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, saved(family, tmp_path), layout, FAMILIES[family][1])

@@ -29,7 +29,7 @@ def use_instructions(patch: pytest.MonkeyPatch, native: ModuleType, defines: Map
 
     The processor's own instructions are compiled as users have them; others with -O1, which takes a third of the time.
     """
-    load = native._load_kernel
+    load = native._kernel
 
     def kernel(dtype: torch.dtype) -> Any:
         others = _unlike_the_processors(defines, dtype)

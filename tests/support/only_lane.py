@@ -18,6 +18,5 @@ def alone(group: CommGroup | None, schedule: Schedule, body: Callable[[], Tensor
     """Run `body` as the only lane."""
     with closing(SingleLane(torch.device("cpu"))) as lane, tracing() as trace:
         trace.step = 1
-        ranks = () if group is None else group.ranks
-        (output,) = lane.run([body], schedule, [None], frozenset(ranks))
+        (output,) = lane.run([body], schedule, [None], frozenset(() if group is None else group.ranks))
     return output, trace

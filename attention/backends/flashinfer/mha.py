@@ -27,18 +27,8 @@ import torch
 from torch import Tensor
 
 from attention.backends.few_queries import FewQueries
-from attention.backends.flashinfer.pages import (
-    PackedMask,
-    PageLists,
-    PlannedWrapper,
-    WrapperBackend,
-    WrapperPlan,
-)
-from attention.backends.flashinfer_kernels import (
-    FlashInferKernel,
-    find_kernel,
-    pad_rows,
-)
+from attention.backends.flashinfer.pages import PackedMask, PageLists, PlannedWrapper, WrapperBackend, WrapperPlan
+from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel, pad_rows
 from attention.backends.store import store_kv
 from attention.interface import AttentionShape, BackendTraits
 from attention.kv_cache import FP8, PagedKVCache

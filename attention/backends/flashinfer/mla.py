@@ -17,12 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.flashinfer.pages import (
-    PageLists,
-    PlannedWrapper,
-    WrapperBackend,
-    WrapperPlan,
-)
+from attention.backends.flashinfer.pages import PageLists, PlannedWrapper, WrapperBackend, WrapperPlan
 from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     absorb,

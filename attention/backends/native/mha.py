@@ -12,8 +12,6 @@ any batch, and on any number of threads.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.native.requests import (
+    Kernel,
     Queries,
     Requests,
     Sizes,
@@ -177,20 +176,8 @@ class NativeAttentionPlan:
         return self._q_shape[0] if self._prompts is None and self._decodes is not None else None
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """The library's functions, and the one for a layer."""
-
-    functions: ctypes.CDLL
-    attention: Callable[..., None]
-
-
 @cache
-def _kernel(dtype: torch.dtype) -> _Kernel:
-    return _load_kernel(dtype)
-
-
-def _load_kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
+def _kernel(dtype: torch.dtype, **defines: int) -> Kernel:
     """Compile and load the functions for a cache of `dtype`.
 
     Args:
@@ -202,4 +189,4 @@ def _load_kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
     library.prompt_scratch_bytes.argtypes, library.prompt_scratch_bytes.restype = (number, number), number
     strided = (pointer, number, number)
     types = (*[pointer] * 3, number, number, *strided * 3, *[pointer] * 5, number, number)
-    return _Kernel(library, kernel_of(library, "attention", *types))
+    return Kernel(library, kernel_of(library, "attention", *types))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.native.requests import (
+    Kernel,
     Queries,
     Requests,
     Sizes,
@@ -230,21 +231,8 @@ def _divide(requests: Sequence[Request], most: int) -> list[Queries]:
     ]
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """The functions in C, the one for a layer, and how many query tokens that takes."""
-
-    functions: ctypes.CDLL
-    attention: Callable[..., None]
-    most_tokens: int
-
-
 @cache
-def _kernel(dtype: torch.dtype) -> _Kernel:
-    return _load_kernel(dtype)
-
-
-def _load_kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
+def _kernel(dtype: torch.dtype, **defines: int) -> Kernel:
     """Compile and load the functions for a cache of `dtype`; `defines` as in `attention.backends.native.mha`."""
     sources = ("pages.c", "products.c", "prompts.c", "expanded.c", "latent.c")
     library = load_library(dtype, *sources, **{**_DEFINES, **defines})
@@ -257,4 +245,4 @@ def _load_kernel(dtype: torch.dtype, **defines: int) -> _Kernel:
     rows = (pointer, number)
     tensors = (*[pointer] * 4, number, number, pointer, pointer, number, *heads * 2, *rows * 2, *[pointer] * 4)
     attention = kernel_of(library, "latent_attention", *tensors, *[number] * 5, pointer, number, number)
-    return _Kernel(library, attention, int(library.latent_tokens()))
+    return Kernel(library, attention, int(library.latent_tokens()))

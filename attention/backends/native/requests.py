@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +21,19 @@ CHUNK_KEYS = 256
 """Keys per work item; a request that sees more keys is merged from several items."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _ANY_LENGTH = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The functions of a library in C, and the one for a layer.
+
+    Attributes:
+        most_tokens: query tokens that one call takes; 0 for any number.
+    """
+
+    functions: ctypes.CDLL
+    attention: Callable[..., None]
+    most_tokens: int = 0
 
 
 def check_usable(spec: CacheSpec) -> None:

@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -115,18 +115,12 @@ class AttentionStep:
         )
 
 
-class AttentionGroup(Protocol):
-    """Requests that are computed in one call per layer."""
-
-    tokens: TokenRows
-
-    def attend(self, step: AttentionStep, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
-        """Attention output of the group's tokens, `[tokens, heads, value_dim]`, in the order of `tokens.rows`. `q`, `k`
-        and `v` are the whole step's; the new tokens are in the cache already."""
-
-
 class _Fresh:
-    """Requests without anything in the cache: `[n, L]` causal attention over the new tokens."""
+    """Requests without anything in the cache: `[n, L]` causal attention over the new tokens.
+
+    `attend` gives the output of the group's tokens, `[tokens, heads, value_dim]`, in the order of `tokens.rows`. `q`,
+    `k` and `v` are the whole step's; the new tokens are in the cache already.
+    """
 
     def __init__(self, step: AttentionStep, requests: Sequence[Request]) -> None:
         device = step.metadata.slot_mapping.device
@@ -148,7 +142,7 @@ class _Fresh:
 
 
 class _Paged:
-    """Requests with a prefix in the cache: gather their blocks, attend with a mask."""
+    """Requests with a prefix in the cache: gather their blocks, attend with a mask; see `_Fresh`."""
 
     def __init__(self, step: AttentionStep, requests: Sequence[Request]) -> None:
         metadata, spec = step.metadata, step.kv_cache.spec
@@ -185,7 +179,7 @@ class TorchAttentionPlan:
         groups: together they hold each request with new tokens once.
     """
 
-    def __init__(self, step: AttentionStep, groups: Sequence[AttentionGroup]) -> None:
+    def __init__(self, step: AttentionStep, groups: Sequence[_Fresh | _Paged]) -> None:
         self._step = step
         self._num_rows = step.metadata.slot_mapping.shape[0]
         self._slots = step.kv_cache.write_slots(step.metadata.slot_mapping)
@@ -208,7 +202,7 @@ class TorchAttentionPlan:
         return out
 
 
-def make_groups(step: AttentionStep, requests: Sequence[Request]) -> list[AttentionGroup]:
+def make_groups(step: AttentionStep, requests: Sequence[Request]) -> list[_Fresh | _Paged]:
     """Sort some of a step's requests into this module's groups."""
     spec = step.kv_cache.spec
     fresh: list[Request] = []
@@ -220,6 +214,6 @@ def make_groups(step: AttentionStep, requests: Sequence[Request]) -> list[Attent
         else:
             (decode if request.query_len == 1 else extend).append(request)
     limit = gathered_tokens(spec.num_kv_heads * max(spec.head_dim, spec.value_dim), spec.dtype)
-    groups: list[AttentionGroup] = [_Fresh(step, requests) for requests in bundle(fresh)]
+    groups: list[_Fresh | _Paged] = [_Fresh(step, requests) for requests in bundle(fresh)]
     groups += [_Paged(step, requests) for kind in (decode, extend) for requests in bundle(kind, limit)]
     return groups

@@ -271,10 +271,7 @@ class TRTLLMMLAPlan:
     """
 
     def __init__(
-        self,
-        backend: TRTLLMMLABackend,
-        parts: list[AbsorbedPart | ExpandedPart],
-        captured: AbsorbedPart | None = None,
+        self, backend: TRTLLMMLABackend, parts: list[AbsorbedPart | ExpandedPart], captured: AbsorbedPart | None = None
     ) -> None:
         backend.workspace.get()
         self.captured = captured

@@ -166,12 +166,10 @@ class Prepared:
     """Tensors that are ready to be sent, and the event to wait for.
 
     Attributes:
-        x: `[T, H]` as the layer gave them.
         payload: the form in which they are sent: contiguous, or fp8 with scales.
         computed: DeepEP's event behind their computation; None if stream order is enough.
     """
 
-    x: Tensor
     payload: Payload
     computed: Any
 
@@ -294,7 +292,7 @@ class DeepEPStreamed(DeepEPTransport):
     def prepare(self, x: Tensor, *, quantized: bool) -> Prepared:
         """Prepare `x` to be sent next, and record an event behind all that was computed so far."""
         payload: Payload = quantize_tokens(x) if quantized else x.contiguous()
-        return Prepared(x, payload, None if capturing() else self.capture())
+        return Prepared(payload, None if capturing() else self.capture())
 
     @contextmanager
     def ordered(self, prepared: Prepared) -> Iterator[dict[str, Any]]:

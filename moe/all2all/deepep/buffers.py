@@ -119,11 +119,7 @@ def _make_buffer(name: str, deep_ep: Any, connection: Connection, size: BufferSi
             "('deepep_auto' for prefill and decode), with one hidden size and number of experts; or 'deepep_v2'."
         )
     buffer = deep_ep.Buffer(
-        connection.pg,
-        size.nvl_bytes,
-        size.rdma_bytes,
-        low_latency_mode=size.low_latency,
-        num_qps_per_rank=size.queues,
+        connection.pg, size.nvl_bytes, size.rdma_bytes, low_latency_mode=size.low_latency, num_qps_per_rank=size.queues
     )
     if size.rdma_bytes:
         _joins[buffer] = _Join(joins, size.low_latency)
@@ -163,9 +159,6 @@ class DeepEPBuffers(Generic[BufferT]):
             with holding_gil("DeepEP's buffer", _BUFFER_S):
                 self._buffers[key] = self._make(connection, key)
         return self._buffers[key]
-
-    def __len__(self) -> int:
-        return len(self._buffers)
 
 
 class SizedBuffers(DeepEPBuffers[SizedBuffer]):

@@ -105,7 +105,9 @@ class DeepEPV2All2All(DeepEPStreamed):
 
     def launch(self, inputs: Inputs, ids: Tensor) -> Transfer[Dispatched[ElasticHandle]]:
         x = inputs.given[0]
-        self._check_shape(x, ids.shape[1])
+        if ids.shape[1] > _MAX_TOP_K:
+            raise ConfigError(f"all2all back end {self.name!r} serves top_k up to {_MAX_TOP_K}, not {ids.shape[1]}.")
+        self.check_room(x.shape[0])
         connection = check_launch(x, self.group, "dispatch")
         buffer = self._buffers.get(connection, x.shape[1], ids.shape[1], x.device.index or 0)
         counted = not self.worst_case
@@ -138,9 +140,7 @@ class DeepEPV2All2All(DeepEPStreamed):
 
     def _room(self) -> int:
         """The tokens per rank to make room for; the same on every rank."""
-        if not self.worst_case:
-            return self.max_tokens_per_rank
-        tokens = voted_tokens(self.group)
+        tokens = voted_tokens(self.group) if self.worst_case else None
         if tokens is None:
             return self.max_tokens_per_rank
         most = max(1, *tokens)
@@ -156,11 +156,6 @@ class DeepEPV2All2All(DeepEPStreamed):
         return torch.where((rows < came).unsqueeze(1), ids, -1)
 
     # -- DeepEP's settings ----------------------------------------------------------------------------------------
-
-    def _check_shape(self, x: Tensor, top_k: int) -> None:
-        if top_k > _MAX_TOP_K:
-            raise ConfigError(f"all2all back end {self.name!r} serves top_k up to {_MAX_TOP_K}, not {top_k}.")
-        self.check_room(x.shape[0])
 
     def _make_buffer(self, connection: Connection, key: tuple[int, ...]) -> Any:
         hidden_size, top_k, _ = key

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_batches import MLABatch
-from flashinfer_cases import LIMITS, MIXED, PREFIX, install, make, padded
+from attention_conformance import LIMITS, OVER_FLASHINFER, benches
+from flashinfer_cases import MIXED, PREFIX, install
 from flashinfer_standin import FLASHINFER_VERSION, StandIns
 from flashinfer_standin_wrappers import DECODE_PLAN_OPTIONS
 
-from attention import make_attention_backend
 from attention.backends import flashinfer_kernels as trtllm_common
 from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel
 from ubatch import ConfigError, ForwardMode
@@ -84,36 +82,29 @@ def binding(find: Callable[[FlashInferKernel], Any]) -> Callable[[FlashInferKern
     return find_bound
 
 
+CASES = {
+    f"{bench.kind.name}{', fp8' * fp8}": (bench, fp8)
+    for bench in benches()
+    for fp8 in (False, True)
+    if bench.name in OVER_FLASHINFER and (bench.traits.fp8 or not fp8)
+}
+
+
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("name", "mla", "fp8"),
-    [
-        ("flashinfer", False, False),
-        ("flashinfer", False, True),
-        ("flashinfer", True, False),
-        ("trtllm_mha", False, False),
-        ("trtllm_mha", False, True),
-        ("trtllm_mla", True, False),
-        ("trtllm_mla", True, True),
-    ],
-)
-def test_our_calls_bind_to_the_installed_functions(
-    installed: str, monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, fp8: bool
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_our_calls_bind_to_the_installed_functions(installed: str, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Every call of every kind of batch, eager and captured."""
-    standins = StandIns()
+    standins, (bench, fp8) = StandIns(), CASES[case]
     install(monkeypatch, binding(standins.find))
-    options: dict[str, Any] = {"mla": mla, "fp8": fp8, "block_size": 32}
-    drafts = ["chain", "tree"] if (name, mla) == ("flashinfer", False) else ["chain"]
+    options: dict[str, Any] = {"fp8": fp8, "block_size": 32}
+    drafts = ["chain", "tree"] if bench.traits.tree_mask else ["chain"]
     captured = [
-        padded([(5, 1)], 1, mode=ForwardMode.DECODE, **options),
-        padded([(5, 3), (6, 1)], 3, mode=ForwardMode.DRAFT_EXTEND, **options),
-        *(padded([(5, 3)], 3, drafts=kind, **options) for kind in drafts),
+        bench.padded([(5, 1)], 4, 1, mode=ForwardMode.DECODE, **options),
+        bench.padded([(5, 3), (6, 1)], 4, 3, mode=ForwardMode.DRAFT_EXTEND, **options),
+        *(bench.padded([(5, 3)], 4, 3, drafts=kind, **options) for kind in drafts),
     ]
-    for number, batch in enumerate([*captured, *(make(requests, **options) for requests in (PREFIX, MIXED))]):
-        if isinstance(batch, MLABatch):
-            batch = replace(batch, scaled=False)
-        backend = make_attention_backend(name, batch.shape, batch.new_cache())
+    for number, batch in enumerate([*captured, *(bench.batch(requests, **options) for requests in (PREFIX, MIXED))]):
+        backend = bench.make(batch)
         batch.forward(backend.plan(batch.metadata))
         if number < len(captured):
             backend.init_graph_buffers(LIMITS)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from attention_batches import make_batch
-from attention_conformance import LIMITS, Bench, check, refused
-from flashinfer_cases import BACKENDS, DECODE, EXTEND, MIXED, PREFIX, VERIFY, install
+from attention_conformance import LIMITS, OVER_FLASHINFER, Bench, benches, check, refused
+from flashinfer_cases import DECODE, EXTEND, MIXED, PREFIX, VERIFY, install
 from flashinfer_standin import COUNTER_BYTES, FP8, StandIns
 from torch import Tensor
 
@@ -26,8 +26,7 @@ from ubatch import ConfigError, ForwardMode
 
 pytestmark = pytest.mark.long
 
-BENCHES = {kind.name: Bench(kind.name.removesuffix("_mla") if kind.name == "flashinfer_mla" else kind.name,
-                            kind.traits.mla, kind) for kind in BACKENDS.values()}  # fmt: skip
+BENCHES = {bench.kind.name: bench for bench in benches() if bench.name in OVER_FLASHINFER}
 of_all = pytest.mark.parametrize("bench", BENCHES.values(), ids=list(BENCHES))
 MHA, MLA = BENCHES["trtllm_mha"], BENCHES["trtllm_mla"]
 PADDED = [(9, 2), (62, 4), (5, 1)]

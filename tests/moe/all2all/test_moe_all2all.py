@@ -1,24 +1,21 @@
-"""Transports without a second rank: names, payload rows, traits, the emulated link's deadlines."""
+"""Transports without a second rank: names, payload rows, traits."""
 
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from moe_layers import make_layer, make_tokens
 from repository import ROOT
 
 from attention.interface import BackendTraits
-from moe import All2AllTraits, EmulatedLink, LinkStatistics, all2all_backends, make_all2all
+from moe import All2AllTraits, EmulatedLink, all2all_backends, make_all2all
 from moe.all2all.payload import pack_rows, unpack_rows
-from ubatch import CommGroup, ConfigError, LinkTime, Transfer
+from ubatch import CommGroup, ConfigError
 
 TWO_RANKS = cast(CommGroup, SimpleNamespace(rank=0, size=2))
 
@@ -100,126 +97,3 @@ def test_every_trait_is_read() -> None:
     for traits in (All2AllTraits, BackendTraits):
         for name in (field.name for field in fields(traits)):
             assert re.search(rf"(traits|self)\.{name}\b|\(\"{name}\", shape", source), f"{traits.__name__}.{name}"
-
-
-class FakeClock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class FakeTransfer:
-    """What the link sees of a transfer."""
-
-    def __init__(self, sent: int, received: int) -> None:
-        self.bytes_sent, self.bytes_received = sent, received
-        self.started: float | None = None
-        self.deadline = 0.0
-        self.link: LinkTime | None = None
-
-    def delay_until(self, deadline: float, *, started: float | None = None, link: LinkTime | None = None) -> None:
-        self.deadline, self.started, self.link = deadline, started, link
-
-
-def carry(link: EmulatedLink, sent: int, received: int) -> FakeTransfer:
-    transfer = FakeTransfer(sent, received)
-    link.carry(cast("Transfer[None]", transfer))
-    return transfer
-
-
-def test_deadlines() -> None:
-    clock = FakeClock()
-    link = EmulatedLink(0.5, 10.0, clock=clock)
-    first = carry(link, 20, 10)
-    assert (first.started, first.deadline) == (100.0, 102.5)  # 0.5 s + 20 bytes at 10 bytes/s, the later direction
-    clock.now = 101.0
-    second = carry(link, 10, 10)  # sends after the first, receives at once: that direction freed up at 101.5
-    assert (second.started, second.deadline) == (101.5, 104.0)
-    clock.now = 110.0
-    third = carry(link, 0, 5)  # idle since: starts now; nothing is sent, so only the receive counts
-    assert (third.started, third.deadline, third.link) == (110.0, 111.0, LinkTime(0.0, 1.0))
-    counts = FakeTransfer(8, 8)
-    link.signal(cast("Transfer[None]", counts))  # the latency alone, past what is queued
-    assert counts.deadline == 110.5
-    nothing = carry(link, 0, 0)
-    link.signal(cast("Transfer[None]", nothing))
-    assert (nothing.started, nothing.deadline) == (None, 0.0)
-    assert link.statistics() == LinkStatistics(3, 30, 25, 4.0, 4.0)
-
-
-def test_at_once_nothing_waits_and_everything_is_counted() -> None:
-    clock = FakeClock()
-    link = EmulatedLink(0.5, 10.0, clock=clock)
-    with link.at_once():
-        first, second = carry(link, 20, 10), carry(link, 10, 0)
-        counts = FakeTransfer(8, 8)
-        link.signal(cast("Transfer[None]", counts))
-        assert carry(link, 0, 0).link is None
-    assert (first.deadline, second.deadline, counts.deadline) == (0.0, 0.0, 0.0)
-    assert (first.link, second.link) == (LinkTime(2.5, 1.5), LinkTime(1.5, 0.0))
-    assert link.statistics() == LinkStatistics(2, 30, 10, 4.0, 1.5)
-    assert carry(link, 10, 10).deadline == 101.5  # the link is still free
-
-
-def test_a_direction_that_is_not_used_stays_free() -> None:
-    clock = FakeClock()
-    link = EmulatedLink(0.0, 10.0, clock=clock)
-    assert carry(link, 100, 0).deadline == 110.0
-    assert carry(link, 0, 10).deadline == 101.0
-    assert carry(link, 10, 0).deadline == 111.0
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.floats(0.0, 3.0)), max_size=12),
-    st.floats(0.0, 1.0),
-    st.floats(1.0, 100.0),
-)
-def test_one_transfer_at_a_time_per_direction(
-    transfers: list[tuple[int, int, float]], latency_s: float, bytes_per_s: float
-) -> None:
-    """Deadlines equal those of two queues worked off one by one, and the seconds counted are theirs."""
-    clock = FakeClock()
-    link = EmulatedLink(latency_s, bytes_per_s, clock=clock)
-    free = [0.0, 0.0]
-    busy = [0.0, 0.0]
-    for sent, received, pause in transfers:
-        clock.now += pause
-        transfer = carry(link, sent, received)
-        finishes = []
-        for direction, size in enumerate((sent, received)):
-            if size:
-                duration = latency_s + size / bytes_per_s
-                free[direction] = max(clock.now, free[direction]) + duration
-                busy[direction] += duration
-                finishes.append(free[direction])
-        assert transfer.deadline == pytest.approx(max(finishes, default=0.0))
-    counted = link.reset_statistics()
-    assert (counted.send_busy_s, counted.receive_busy_s) == pytest.approx(tuple(busy))
-    assert counted.busy_s == max(counted.send_busy_s, counted.receive_busy_s)
-    assert link.statistics() == LinkStatistics(0, 0, 0, 0.0, 0.0)
-    clock.now += 1e-3
-    if transfers:  # a reset forgets what was counted, not what is under way
-        assert carry(link, 1, 0).deadline >= free[0]
-
-
-def test_links_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"latency_s must be at least 0, not -1\.0"):
-        EmulatedLink(-1.0, 1.0)
-    for bandwidth in (0.0, -5.0, float("nan")):
-        with pytest.raises(ConfigError, match="bytes_per_s must be positive"):
-            EmulatedLink(0.0, bandwidth)
-
-
-def test_a_transfer_over_the_link_waits_for_its_deadline() -> None:
-    """With the real clock: `wait` sleeps, and what stays on its rank does not."""
-    link = EmulatedLink(0.02, float("inf"))
-    transfer: Transfer[int] = Transfer("test", (), lambda: 7, bytes_sent=1, bytes_received=1)
-    launched = time.monotonic()
-    assert not link.carry(transfer).done()
-    assert transfer.wait() == 7
-    assert time.monotonic() - launched >= 0.02
-    assert link.carry(Transfer.ready(8)).done()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -28,7 +29,7 @@ from deepep_cases import (
     tokens_of,
     transport,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe import FusedMoEModularKernel, make_all2all, make_experts
 from ubatch import (
@@ -181,24 +182,10 @@ def _sm_budget(rank: int, group: CommGroup) -> None:
     deep_ep_standin.Buffer.set_num_sms(20)
 
 
-class Faulty(nn.Module):
-    """Experts that fail on rank 0 in lane 1, once armed."""
-
-    def __init__(self, experts: nn.Module, rank: int) -> None:
-        super().__init__()
-        self.experts, self.rank, self.armed = experts, rank, False
-        self.expert_range = experts.expert_range
-
-    def forward(self, *rows: Tensor) -> Tensor:
-        return self._run(self.experts, *rows)
-
-    def run_batched(self, *rows: Tensor) -> Tensor:
-        return self._run(self.experts.run_batched, *rows)
-
-    def _run(self, run: object, *rows: Tensor) -> Tensor:
-        if self.armed and self.rank == 0 and dbo_enabled() and dbo_current_ubatch_id() == 1:
-            raise ArithmeticError("a planted fault")
-        return run(*rows)  # type: ignore[operator, no-any-return]
+def _fault_in_lane_1(run_expert: Callable[..., Tensor], armed: Callable[[], bool], slot: int, x: Tensor) -> Tensor:
+    if armed() and dbo_enabled() and dbo_current_ubatch_id() == 1:
+        raise ArithmeticError("a planted fault")
+    return run_expert(slot, x)
 
 
 def _after_a_failure(rank: int, group: CommGroup) -> None:
@@ -206,17 +193,17 @@ def _after_a_failure(rank: int, group: CommGroup) -> None:
     layer = layer_of()
     for name in ("deepep_high_throughput", "deepep_low_latency"):
         model = Stack([layer], transport(name, group))
-        kernel = cast(FusedMoEModularKernel, model.kernels[0])
-        kernel.experts = faulty = Faulty(cast(nn.Module, kernel.experts), rank)
+        experts, armed = model.kernels[0].experts, mock.Mock(return_value=False)
+        experts.run_expert = partial(_fault_in_lane_1, experts.run_expert, armed)
         wrapper = lanes_of(model, group, "mlp_shared_overlap")
         x = rows_of(6 + rank, rank)
         close(wrapper(x), model.expected(x), name)
-        faulty.armed = True
+        armed.return_value = rank == 0
         if rank == 1:
             place.patience_s = 1.5
         with pytest.raises(ArithmeticError if rank == 0 else (UBatchError, RuntimeError)):
             wrapper(x)
-        faulty.armed, place.patience_s = False, 60.0
+        armed.return_value, place.patience_s = False, 60.0
         group.reset()
         made = [what for what, _, _ in calls].count("make")
         close(wrapper(x), model.expected(x), f"{name} after the reset")

@@ -18,11 +18,7 @@ from moe import FusedMoEModularKernel, make_experts
 from moe.all2all import host_loopback
 from moe.all2all.host_loopback import HostLoopbackAll2All
 from moe.all2all.payload import pack_rows
-from ubatch import (
-    ConfigError,
-    UBatchConfig,
-    UBatchWrapper,
-)
+from ubatch import ConfigError, UBatchConfig, UBatchWrapper
 from ubatch.lanes.workers import LanePool
 
 pytestmark = pytest.mark.long

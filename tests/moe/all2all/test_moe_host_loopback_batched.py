@@ -143,11 +143,7 @@ def test_chunks_have_their_own_experts_rows(cut: bool) -> None:
 def test_an_emulated_link_delays_it_and_signals_nothing() -> None:
     layer = make_layer()
     link = make_all2all(
-        "emulated_link",
-        group=None,
-        num_experts=8,
-        link=EmulatedLink(1e-5, 1e9),
-        inner="host_loopback_batched",
+        "emulated_link", group=None, num_experts=8, link=EmulatedLink(1e-5, 1e9), inner="host_loopback_batched"
     )
     assert link.traits.batched
     assert not link.traits.signals

@@ -73,10 +73,7 @@ def _traffic(rank: int, group: CommGroup) -> None:
     ids = mask_padding(ids, 3)
     routed = Routed(torch.randn(4, HIDDEN), ids, torch.full((4, TOP_K), 0.5))
     row, result = HIDDEN * 4 + TOP_K * 8, HIDDEN * 4
-    assert _sent(layer, "torch_dist", group, routed) == {
-        "dispatch": 4 * row,
-        "combine": 4 * result,
-    }
+    assert _sent(layer, "torch_dist", group, routed) == {"dispatch": 4 * row, "combine": 4 * result}
     nowhere = Routed(routed.x, mask_padding(ids, 0), routed.weights)
     assert _sent(layer, "torch_dist", group, nowhere) == {"dispatch": 0, "combine": 0}
     everywhere = {"dispatch": 8 * row, "combine": 8 * result}
@@ -287,13 +284,10 @@ def _refused(rank: int, group: CommGroup) -> None:
     kernel = layer.kernel(make_all2all("torch_dist", group=group, num_experts=EXPERTS))
     routed = make_tokens(layer, 6, TOP_K)
     two = replace(SIGNALLED, chunks=2)
-    with (
-        tracing() as trace,
-        pytest.raises(ConfigError, match="dispatch, not of 2"),
-    ):
+    with tracing() as trace, pytest.raises(ConfigError, match="dispatch, not of 2"):
         alone(group, two, lambda: kernel(routed.x, routed.weights, routed.ids))
-    kernel.experts = _Sleeping(kernel.experts, 0.0)
-    with pytest.raises(ConfigError, match=r"_Sleeping run all at once .* Use experts 'grouped', or .* chunks"):
+    kernel = layer.kernel(kernel.all2all, "reference")
+    with pytest.raises(ConfigError, match=r"ReferenceExperts run all at once .* Use experts 'grouped', or .* chunks"):
         alone(group, SIGNALLED, lambda: kernel(routed.x, routed.weights, routed.ids))
     assert not [event for event in trace.events if event.kind == "launch"]
 
@@ -335,26 +329,14 @@ def _emulated_link(rank: int, group: CommGroup) -> None:
         all2all.combine(dispatched.hidden_states.contiguous(), dispatched.handle).wait()
 
 
-class _Sleeping(nn.Module):
-    """Experts and shared expert that take their time, but no CPU."""
-
-    def __init__(self, module: nn.Module, seconds: float) -> None:
-        super().__init__()
-        self.module, self.seconds = module, seconds
-        self.expert_range = getattr(module, "expert_range", None)
-
-    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        output: Tensor = self.module(x, *args)
-        return output
-
-
 def _overlap(rank: int, group: CommGroup) -> None:
     """One lane: every chunk's transfer but the first dispatch and the last combine travels while something computes."""
     layer = make_layer(EXPERTS, HIDDEN)
     link = EmulatedLink(0.05, 1e9)
     kernel = layer.kernel(make_all2all("emulated_link", group=group, num_experts=EXPERTS, link=link))
-    kernel.experts, kernel.shared_experts = _Sleeping(kernel.experts, 0.06), _Sleeping(nn.Identity(), 0.06)
+    kernel.shared_experts = nn.Identity()
+    for module in (kernel.experts, kernel.shared_experts):
+        module.register_forward_pre_hook(lambda *_: time.sleep(0.06))
     routed = make_tokens(layer, 6, 3, seed=rank)
 
     def exposed(schedule: Schedule) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe import FusedExperts, PackedLinear, cpu_linear, fastest_cpu_experts, linear, make_experts, packing_pays
+from moe import PackedLinear, cpu_linear, fastest_cpu_experts, linear, make_experts, packing_pays
 from moe.cpu_linear import kernel_rows
 from moe.experts.cpu import packed as packed_module
 from ubatch import ConfigError
@@ -68,11 +68,6 @@ def test_the_faster_library_is_found_by_measuring(
     assert measure(*asked) is False
 
 
-def packed_experts() -> FusedExperts:
-    w13, w2 = torch.randn(4, 12, 8), torch.randn(4, 8, 6)
-    return make_experts("packed", w13, w2)
-
-
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), pytest.param(torch.bfloat16, 2e-2, marks=needs_onednn_bf16)]
 )
@@ -104,7 +99,7 @@ def test_a_processor_without_onednns_bfloat16(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_packed_experts_stay_what_they_are() -> None:
-    experts = packed_experts()
+    experts = make_experts("packed", torch.randn(4, 12, 8), torch.randn(4, 8, 6))
     assert not list(experts.parameters())
     assert experts.eval().to("cpu").float() is experts
     with pytest.raises(ConfigError, match=r"cannot become torch.bfloat16 on cpu"):

@@ -14,13 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
 
-from moe.kernels.signals import (
-    SignalTimeout,
-    copy_signalled,
-    make_signals,
-    project_down_signalling,
-    reference_counts,
-)
+from moe.kernels.signals import SignalTimeout, copy_signalled, make_signals, project_down_signalling, reference_counts
 
 pytestmark = pytest.mark.triton
 

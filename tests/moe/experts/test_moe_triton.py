@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_checkpoints import blockwise, dequantize, rounded
 from graph_cases import graphed
 from moe_layers import Layer, Routed, make_layer, make_tokens
 from torch import Tensor
 from triton_batches import DEVICE
 
-from moe import dequantize_blocks, make_experts, quantize_blocks
+from moe import make_experts, quantize_blocks
 from moe.experts.triton import TritonExperts
-from moe.experts.triton_batched import TritonBatchedExperts
 from moe.kernels.grouped_gemm import reference_project_down, reference_project_up
 from moe.kernels.quantize import BLOCK, quantize_weights
 from ubatch import ConfigError, GradientError, dbo_yield
@@ -82,18 +82,12 @@ def quantized(layer: Layer, first: int = 0, name: str = "triton") -> Any:
     return make_experts(name, w13.to(DEVICE), w2.to(DEVICE), first, **fp8)  # type: ignore[arg-type]
 
 
-def rounded(x: Tensor) -> Tensor:
-    return dequantize_blocks(*quantize_blocks(x), torch.float32)
-
-
-def _dequantize(w: Tensor, scales: Tensor) -> Tensor:
-    """The inverse of `quantize_weights`, within rounding."""
-    return w.float() * scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-
-
 def expected_fp8(layer: Layer, x: Tensor, expert: int) -> Tensor:
     """One expert's rows, with every operand rounded as the kernels round it."""
-    w13, w2 = (_dequantize(*quantize_weights(w[expert : expert + 1]))[0] for w in (layer.w13, layer.w2))
+    w13, w2 = (
+        dequantize(*(each[0] for each in quantize_weights(w[expert : expert + 1])), blockwise(BLOCK, BLOCK))
+        for w in (layer.w13, layer.w2)
+    )
     return reference_project_down(rounded(reference_project_up(rounded(x), w13)), w2)
 
 
@@ -191,8 +185,3 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
     routed = make_tokens(layer, 4)
     with pytest.raises(ConfigError, match="triton experts run on CUDA, not on cpu"):
         make_experts("triton", layer.w13, layer.w2)(routed.x, routed.ids, routed.weights)
-
-
-def test_what_they_are() -> None:
-    assert TritonExperts.capturable
-    assert issubclass(TritonExperts, TritonBatchedExperts)

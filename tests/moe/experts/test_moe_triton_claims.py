@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Collection
-from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from moe_layers import make_layer, make_tokens
+from only_lane import alone
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
@@ -23,9 +23,8 @@ from moe.experts.triton_batched import share_of
 from moe.kernels.align import align_pairs, tile_batches
 from moe.kernels.gemm_configs import gemm_configs
 from moe.kernels.grouped_gemm import Rows, Weights, project_up
-from ubatch import Schedule, get_schedule
+from ubatch import get_schedule
 from ubatch.kernels.triton_jit import INTERPRETED
-from ubatch.lanes.single_lane import SingleLane
 
 if not INTERPRETED:
     pytest.skip("only the interpreter can hold programs back", allow_module_level=True)
@@ -46,12 +45,6 @@ def several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_batched, "_INTERPRETED_SMS", PROGRAMS)
 
 
-def in_a_lane(body: Callable[[], Tensor], schedule: Schedule = SINGLE) -> Tensor:
-    with closing(SingleLane(torch.device("cpu"))) as lane, torch.inference_mode():
-        (output,) = lane.run([body], schedule, [None])
-    return output
-
-
 def tiles_of(device: Device, tiles: list[int]) -> list[list[int]]:
     """Per launch, how many tiles each program that started computed."""
     assert len(device.launches) == len(tiles)
@@ -69,7 +62,7 @@ def test_programs_that_never_start_leave_no_tile(absent: Callable[[int], Collect
     routed = make_tokens(layer, 60, 2, unrouted=0.1)
     experts = make_experts("triton", layer.w13, layer.w2)
     with Device(KERNEL, absent) as device:
-        output = in_a_lane(lambda: experts(routed.x, routed.ids, routed.weights))
+        output, _ = alone(None, SINGLE, lambda: experts(routed.x, routed.ids, routed.weights))
     torch.testing.assert_close(output, layer.expected(routed), atol=1e-4, rtol=1e-4)
 
     rows = int(align_pairs(routed.ids, 0, 5, 16).tiles.counters[0])
@@ -83,7 +76,7 @@ def test_batches_too() -> None:
     experts: Any = make_experts("triton_batched", layer.w13, layer.w2)
     x, rows = torch.randn(3, 40, 40), torch.tensor([33, 0, 5], dtype=torch.int32)
     with Device(KERNEL, ABSENT["the first three"]) as device:
-        found = in_a_lane(lambda: experts.run_batched(x, rows))
+        found, _ = alone(None, SINGLE, lambda: experts.run_batched(x, rows))
     expected = experts.run_batched(x, rows)
     assert torch.equal(found[0, :33], expected[0, :33])
     assert torch.equal(found[2, :5], expected[2, :5])
@@ -149,5 +142,5 @@ def test_what_is_tuned_is_named() -> None:
         return torch.zeros(1)
 
     for schedule in (SINGLE, get_schedule("serial")):
-        in_a_lane(note, schedule)
+        alone(None, schedule, note)
     assert keys[0] == keys[2] != keys[1] == f"{keys[0]}, tiles claimed"
