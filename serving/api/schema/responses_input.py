@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator
 
-from serving.api.schema.body import or_else
+from serving.api.schema.body import optional, or_else
 from serving.api.schema.typed_objects import TypedObject, by_type, wrong
 
 _TEXT_ONLY = dict.fromkeys(("input_image", "input_file", "input_audio"), "only text is read")
@@ -105,7 +105,7 @@ class Reasoning(_Item):
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     encrypted_content: Annotated[
         Literal[""] | None, or_else("null: what another server has encrypted cannot be read here")
-    ] = Field(None, description="not supported: this server has no key")
+    ] = optional("not supported: this server has no key")
 
 
 Item = Message | FunctionCall | FunctionCallOutput | Reasoning

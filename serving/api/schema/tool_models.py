@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serving.api.schema.body import optional
+
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARACTERS = 256
 
@@ -26,8 +28,8 @@ class FunctionDefinition(_Tool):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; none for no parameters")
-    strict: bool | None = Field(None, description="only with a tool_choice that forces the call it is enforced")
+    parameters: dict[str, Any] | None = optional("JSON schema of an object; none for no parameters")
+    strict: bool | None = optional("only with a tool_choice that forces the call it is enforced")
 
 
 class Tool(_Tool):
