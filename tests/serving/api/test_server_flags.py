@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api_bodies import refused
 from api_clients import ASKS, CHAT, COMPLETIONS, app_of, app_with, call, chat, complete, post, stream
 from fake_engine import FakeEngine
 from repository import TINY_MOE
@@ -33,9 +34,9 @@ def test_so_many_likeliest_tokens_are_told_and_no_more(most: int, path: str, nam
     app = app_of(FakeEngine(), max_logprobs=most)
     body = {**ASKS[path], **beside, "max_tokens": 1}
     assert post(app, path, {**body, name: most}).status_code == 200
-    refused = post(app, path, {**body, name: most + 1})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-    assert f"{name}: {most + 1} likeliest tokens; this server returns at most {most}." in refused.text
+    error = refused(app, path, {**body, name: most + 1})
+    message = f"{name}: {most + 1} likeliest tokens; this server returns at most {most}."
+    assert (error["param"], error["message"]) == (name, message)
 
 
 def test_the_schema_has_the_limit() -> None:
