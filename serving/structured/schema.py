@@ -173,8 +173,6 @@ class _Walk:
                     _at(path, keyword, rewrite, name): inner(each, f"{keyword}.{name}")
                     for name, each in members.items()
                 }
-            case "additionalProperties":
-                out[keyword] = inner(value, keyword)
             case "unevaluatedProperties" | "unevaluatedItems":
                 other = "additionalItems" if isinstance(given.get("items"), list) else _UNEVALUATED[keyword]
                 if other not in given and not _APPLICATORS & given.keys():
@@ -184,8 +182,8 @@ class _Walk:
                     out["prefixItems"] = [inner(each, f"{keyword}.{place}") for place, each in enumerate(value)]
                 if keyword == "items" and "additionalItems" in given:
                     out["items"] = inner(given["additionalItems"], "additionalItems")
-            case "items":
-                out["items"] = inner(value, keyword)
+            case "additionalProperties" | "items":
+                out[keyword] = inner(value, keyword)
             case "allOf" | "anyOf" | "oneOf":
                 options = _of(list, value, path, keyword)
                 out[keyword] = [inner(each, f"{keyword}.{place}") for place, each in enumerate(options)]

@@ -202,14 +202,10 @@ def check_fields(data: Mapping[Any, Any], known: Collection[str], refused: Mappi
         PydanticCustomError: a field is not supported.
     """
     for name, value in data.items():
-        if name in known:
-            continue
         rule = refused.get(name)
-        if rule is None or not rule.asks(value):
-            if rule is None:
-                log_unused(f"{place}{name}")
+        if name in known or (rule is not None and not rule.asks(value)):
             continue
-        if rule.unless is None or not _same(data.get(rule.unless[0]), rule.unless[1]):
+        if rule is not None and (rule.unless is None or not _same(data.get(rule.unless[0]), rule.unless[1])):
             about = {"param": name, "why": rule.why, "value": shown(value)}
             raise PydanticCustomError(UNSUPPORTED, _NOT_SUPPORTED, about)
         log_unused(f"{place}{name}")

@@ -130,10 +130,6 @@ def test_the_tokens_are_told_alike() -> None:
     assert told == token_ids(engine.requests[0])
 
 
-def test_named_templates_without_a_default() -> None:
-    assert prompt_of({"tool_use": TEMPLATES["chatml"], "rag": "B"}, USER).startswith("<|im_start|>user\nHow warm")
-
-
 @pytest.mark.parametrize(
     ("name", "messages", "param"),
     [

@@ -107,15 +107,6 @@ def test_an_engine_that_gives_nothing(path: str, stream: bool) -> None:
     assert "without a finish reason" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", [PATH, CHAT])
-def test_usage_in_every_chunk(path: str) -> None:
-    body = {"max_tokens": 3, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    events = stream(FakeEngine(), path, body)
-    assert [event["usage"]["completion_tokens"] for event in events][-4:] == [1, 2, 3, 3]
-    assert events[-1]["choices"] == []
-    assert "usage" not in stream(FakeEngine(), path, {"max_tokens": 1})[0]
-
-
 # -- completions -------------------------------------------------------------------------------------------------------
 
 
