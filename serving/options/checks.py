@@ -146,12 +146,9 @@ def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
 _ONLY_SPLIT = ("ubatch_size", "split_by", "tbo_token_distribution_threshold")
 _ONLY_OVERLAPPED = (
     *_ONLY_SPLIT,
-    "dbo_decode_token_threshold",
-    "dbo_prefill_token_threshold",
-    "schedule",
+    *("dbo_decode_token_threshold", "dbo_prefill_token_threshold", "schedule"),
     *(f"schedule_{key}" for key in MODE_KEYS),
-    "comm_sms",
-    "profile_ranges",
+    *("comm_sms", "profile_ranges"),
     *PerMode.model_fields,
 )
 

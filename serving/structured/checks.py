@@ -86,7 +86,10 @@ class GrammarChecks:
         self._check_special(special)
         fault = _pool().fault(text, special)
         if fault is not None and params.whitespace_pattern is not None:
-            self._check_alone(params.whitespace_pattern)
+            # it may be to blame itself
+            alone = grammar_text(StructuredOutputsParams(regex=params.whitespace_pattern))
+            if (own := _pool().fault(alone, ())) is not None:
+                raise RequestError(own, param="whitespace_pattern")
         if fault is not None:
             raise RequestError(fault, param=params.kind)
         if after is None:
@@ -94,13 +97,6 @@ class GrammarChecks:
         # The library takes an added token that looks like a mark for a special one, whatever the tokenizer says.
         added = {token.content: number for number, token in self._tokenizer().added_tokens_decoder.items()}
         return grammar_text(params, after, special=added)
-
-    @staticmethod
-    def _check_alone(white_space: str) -> None:
-        """Refuse a pattern of white space that is to blame itself."""
-        fault = _pool().fault(grammar_text(StructuredOutputsParams(regex=white_space)), ())
-        if fault is not None:
-            raise RequestError(fault, param="whitespace_pattern")
 
     def _check_special(self, names: Sequence[str]) -> None:
         added = self._tokenizer().added_tokens_decoder.values() if names else ()

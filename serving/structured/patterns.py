@@ -41,10 +41,8 @@ _IN_NEGATED_CLASS: Mapping[str, str] = {
 }
 _ESCAPED_IN_CLASS = "[&~"
 _REFUSED_GROUPS = {
-    "(?=": "look-ahead",
-    "(?!": "look-ahead",
-    "(?<=": "look-behind",
-    "(?<!": "look-behind",
+    **dict.fromkeys(("(?=", "(?!"), "look-ahead"),
+    **dict.fromkeys(("(?<=", "(?<!"), "look-behind"),
     "(?#": "a comment",
     "(?>": "an atomic group",
     "(?P=": "a reference to a group",

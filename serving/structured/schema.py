@@ -266,10 +266,8 @@ class _Walk:
         if multiples.is_exact(step):
             if (within := multiples.exact_bounds(step)) is not None:
                 least, most = within
-                out["minimum"], out["maximum"] = (
-                    max(out.get("minimum", least), least),
-                    min(out.get("maximum", most), most),
-                )
+                out["minimum"] = max(out.get("minimum", least), least)
+                out["maximum"] = min(out.get("maximum", most), most)
             if coarser := multiples.coarser(step):
                 self._beside(out, [{"multipleOf": each} for each in (step, *coarser)])
             return
@@ -291,9 +289,7 @@ class _Walk:
         closed = out.get("additionalProperties") is False and "patternProperties" not in out
         if not counted or not closed or not 0 < len(optional) <= _MOST_OPTIONAL:
             return
-        least, most = (
-            out.pop(name, otherwise) for name, otherwise in (("minProperties", 0), ("maxProperties", math.inf))
-        )
+        least, most = out.pop("minProperties", 0), out.pop("maxProperties", math.inf)
         choices = [
             {"required": list(chosen), "properties": {name: False for name in optional if name not in chosen}}
             for count in range(len(optional) + 1)

@@ -142,17 +142,12 @@ class _Writer:
 
     def elements(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
         """Formats one after the other, or one of several."""
-        given_elements = _list(given, "elements", where)
+        several = _list(given, "elements", where)
         in_turn = given["type"] == "sequence"
-        rules = [
-            self.format(
-                each,
-                f"{where}.elements.{place}",
-                depth + 1,
-                last=last and (not in_turn or place == len(given_elements) - 1),
-            )
-            for place, each in enumerate(given_elements)
-        ]
+        rules: list[str] = []
+        for place, each in enumerate(several):
+            ends = last and (not in_turn or place == len(several) - 1)
+            rules.append(self.format(each, f"{where}.elements.{place}", depth + 1, last=ends))
         return self._made.rule((" " if in_turn else " | ").join(rules))
 
     def repeated(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:

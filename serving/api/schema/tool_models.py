@@ -12,8 +12,7 @@ MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARACTERS = 256
 
 FunctionName = Annotated[
-    str,
-    Field(min_length=1, max_length=MAX_TOOL_NAME_CHARACTERS, pattern=r"^[\w.:/-]+$", description="no white space"),
+    str, Field(min_length=1, max_length=MAX_TOOL_NAME_CHARACTERS, pattern=r"^[\w.:/-]+$", description="no white space")
 ]
 
 

@@ -129,9 +129,7 @@ _OTHER_CONVERSATION: Mapping[str, Refused] = {
     "task": Refused("put what the model should do into a message", _TEXT),
 }
 
-_CALLS: Mapping[str, Refused] = {
-    "function_call": Refused(_FUNCTIONS, ("none", "auto")),
-}
+_CALLS: Mapping[str, Refused] = {"function_call": Refused(_FUNCTIONS, ("none", "auto"))}
 _OF_CHATS = {**_CONVERSATION, **_OTHER_CONVERSATION, **_CALLS}
 _NO_CHAT: Mapping[str, Refused] = {
     "messages": Refused("use /v1/chat/completions, which answers conversations", _LIST, described=False),

@@ -155,12 +155,7 @@ def test_a_turn_is_bounded_by_length_too() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [
-        ("a", [[65]]),
-        (["a", "b"], [[65], [66]]),
-        ([5, 6, 7], [[5, 6, 7]]),
-        ([[5, 6], [7]], [[5, 6], [7]]),
-    ],
+    [("a", [[65]]), (["a", "b"], [[65], [66]]), ([5, 6, 7], [[5, 6, 7]]), ([[5, 6], [7]], [[5, 6], [7]])],
 )
 def test_prompts(prompt: Any, expected: list[list[int]]) -> None:
     engine = FakeEngine()

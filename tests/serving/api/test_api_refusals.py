@@ -33,10 +33,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "stream_options": ({"include_usage": True},),
     "prompt_logprobs": (-1, 21),
     "truncate_prompt_tokens": (0, -2, 1.5, "-2", True),
-    "logit_bias": (
-        *({"x": 1}, {"9999": 1}, {"0" * 5000: 1}),
-        {"0" * zeros + "5": 1 for zeros in range(1025)},
-    ),
+    "logit_bias": (*({"x": 1}, {"9999": 1}, {"0" * 5000: 1}), {"0" * zeros + "5": 1 for zeros in range(1025)}),
     "stop_token_ids": ([9999],),
     "stop": ([""], 5, "a" * 1001, ["a"] * 65),
     # what would change the answer, unless its value asks for nothing
@@ -64,11 +61,7 @@ GENERATING: Rows = [
     *(({"allowed_token_ids": [wrong]}, "allowed_token_ids.0", "integer") for wrong in (1.5, "x", True, None)),
     ({"allowed_token_ids": ["1", True]}, "allowed_token_ids.0", "integer"),
     ({"allowed_token_ids": 3}, "allowed_token_ids", "list"),
-    (
-        {"allowed_token_ids": [1] * (MAX_ALLOWED_OF_ALL + 1)},
-        "allowed_token_ids",
-        "1048577 ids; at most 1048576",
-    ),
+    ({"allowed_token_ids": [1] * (MAX_ALLOWED_OF_ALL + 1)}, "allowed_token_ids", "1048577 ids; at most 1048576"),
     ({"allowed_token_ids": [1, 2], "stop_token_ids": [1, 2], "min_tokens": 1}, "allowed_token_ids", "no token"),
     (
         {"allowed_token_ids": [274], "bad_words": ["self"]},
@@ -106,7 +99,7 @@ OWN: dict[str, Rows] = {
             {"allowed_token_ids": [*range(2048), 3], "n": 128, "prompt": ["a"] * 5},
             "allowed_token_ids",
             "2048 different ids for each of 640 outputs",
-        ),
+        )
     ],
     CHAT: [
         ({"messages": [{"content": "a"}]}, "messages.0.role", ""),

@@ -85,9 +85,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "has huge bounds": {"regex": "a{1000000}"},
     "has bounds of bounds": {"regex": "((a{1000}){1000}){1000}"},
     "has no end": {"grammar": 'start: "a" start'},
-    "repeats within repeats": {
-        "structural_tag": {"format": repeated(repeated({"type": "star", "content": CONST}))},
-    },
+    "repeats within repeats": {"structural_tag": {"format": repeated(repeated({"type": "star", "content": CONST}))}},
     "is empty": {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
     "never ends": {"grammar": "start: x\nx: y\ny: x"},
     "refers to itself": {"json": {"$ref": "#"}},

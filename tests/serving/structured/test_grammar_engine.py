@@ -164,11 +164,7 @@ def test_other_parameters_may_leave_nothing(runner: ModelRunner, monkeypatch: py
     left = FinishReason.NO_TOKEN_LEFT
     assert found.pop("phone/bad") == ([a, 2], FinishReason.STOP)
     assert found.pop("phone/bias")[0][:2] in ([a, b], [497, 2], [497, 0])
-    assert found == {
-        "phone/allowed": ([], left),
-        "phone/late": ([a, b], left),
-        "phone/stop": ([a], FinishReason.STOP),
-    }
+    assert found == {"phone/allowed": ([], left), "phone/late": ([a, b], left), "phone/stop": ([a], FinishReason.STOP)}
     assert len(outputs["free"].token_ids) == 30
 
 
@@ -319,11 +315,7 @@ def test_rejection_sampling_obeys(algorithm: str) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(140)
-@pytest.mark.parametrize(
-    "speculation",
-    [{}, EAGLE],
-    ids=["plain", "eagle"],
-)
+@pytest.mark.parametrize("speculation", [{}, EAGLE], ids=["plain", "eagle"])
 def test_tensor_parallel_ranks_agree(speculation: dict[str, Any], undrafted: list[list[tuple[int, ...]]]) -> None:
     """Two processes, each with grammars of its own, stay in step and give what one rank gives."""
     with LLM(TINY_MOE, **TINY, tensor_parallel_size=2, enable_expert_parallel=True, **speculation) as llm:

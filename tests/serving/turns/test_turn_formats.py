@@ -121,9 +121,7 @@ GOOD: Mapping[str, Row] = {
     "hermes: no arguments": Row("hermes", '<tool_call>{"name": "now"}</tool_call>', calls=[NOW]),
     "hermes: null arguments": Row("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', calls=[NOW]),
     "hermes: other members": Row(
-        "hermes",
-        '<tool_call>{"id": [1, "}"], "name": "now", "arguments": {}, "x": true}</tool_call>',
-        calls=[NOW],
+        "hermes", '<tool_call>{"id": [1, "}"], "name": "now", "arguments": {}, "x": true}</tool_call>', calls=[NOW]
     ),
     "hermes: hard": Row(
         "hermes", f'<tool_call>{{"name": "write", "arguments": {HARD_JSON}}}</tool_call>', calls=[("write", HARD_JSON)]
