@@ -158,6 +158,8 @@ def test_older_structural_tags() -> None:
         ({"type": "triggered_tags", "triggers": ["<g"], "tags": [CALL]}, "exactly one of the triggers"),
         ({"type": "repeat", "min": 2, "max": 1, "content": CALL}, "integers from 0"),
         ({"type": "or", "elements": []}, "not empty"),
+        ({"type": "regex", "pattern": "a", "style": "json"}, "format: 'style' is not supported in 'regex'"),
+        ({"type": "star", "content": CALL, "max": 5}, "format: 'max' is not supported in 'star'"),
     ],
 )
 def test_other_tags_are_refused_by_place(form: dict[str, Any], message: str) -> None:
