@@ -72,7 +72,10 @@ class ChatAnswer(Answer):
         Raises:
             RequestError, ApiError, QueueFull: the request cannot be served.
         """
-        _refuse(body)
+        check_common(body)
+        check_conversation(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
         check_outputs(service, 1, body.n)
         plan = turn_plan(service, body)
         limits = await allowed_tokens(service, body, 1, size)
@@ -181,11 +184,3 @@ def _text_and_ids(service: Service, body: ChatCompletionRequest, wanted: int) ->
     # The template writes special tokens itself.
     whole = encode(service, text, add_special_tokens=bool(body.add_special_tokens))
     return text, truncated(service, whole, body, wanted)
-
-
-def _refuse(body: ChatCompletionRequest) -> None:
-    """Refuse fields that contradict each other."""
-    check_common(body)
-    check_conversation(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")

@@ -57,7 +57,9 @@ class CompletionAnswer(Answer):
         Raises:
             RequestError, ApiError, QueueFull: the request cannot be served.
         """
-        _refuse(body)
+        check_common(body)
+        if body.max_tokens == 0 and not body.echo:
+            raise ApiError(400, "max_tokens may be 0 only with echo, to look at the prompt.", param="max_tokens")
         given = prompts_in(body.prompt)
         check_outputs(service, len(given), body.n)
         limits = await allowed_tokens(service, body, len(given), size)
@@ -176,10 +178,3 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _skips_special(body: GenerationRequest, prompt: Any) -> bool:
     """Whether an echo leaves out special tokens. As in vLLM, a prompt of token ids is echoed with all of them."""
     return isinstance(prompt, str) and body.skip_special_tokens is not False
-
-
-def _refuse(body: CompletionRequest) -> None:
-    """Refuse fields that contradict each other."""
-    check_common(body)
-    if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens may be 0 only with echo, to look at the prompt.", param="max_tokens")

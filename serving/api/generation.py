@@ -153,17 +153,12 @@ def _take(output: Output, step: RequestOutput) -> Delta:
         status, code = _ERRORS[step.finish_reason]
         raise ApiError(status, f"Request {step.request_id} ended early: {FAULTS[step.finish_reason]}", code=code)
     before, output.num_tokens = output.num_tokens, output.text.num_tokens
-    finish = FinishReason.STOP if output.text.stopped is not None else step.finish_reason
-    new = output.num_tokens - before
-    return Delta(
-        output,
-        text,
-        step.token_ids[:new],
-        step.logprobs[:new],
-        step.prompt_logprobs,
-        None if finish is None else finish.value,
-        step.stop_token if output.text.stopped is None else output.text.stopped,
-    )
+    new, finish = output.num_tokens - before, step.finish_reason
+    matched: str | int | None = step.stop_token
+    if output.text.stopped is not None:
+        finish, matched = FinishReason.STOP, output.text.stopped
+    reason = None if finish is None else finish.value
+    return Delta(output, text, step.token_ids[:new], step.logprobs[:new], step.prompt_logprobs, reason, matched)
 
 
 def make_outputs(

@@ -77,12 +77,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        done: bytes = DONE,
-        *,
-        paused: Callable[[], bool],
-        comment_s: float,
+        self, events: AsyncGenerator[bytes, None], done: bytes = DONE, *, paused: Callable[[], bool], comment_s: float
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]

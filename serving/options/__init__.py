@@ -16,13 +16,7 @@ from serving.options.command_line import read_layers
 from serving.options.flags.commands import GENERATE, TRACE, TUNE
 from serving.options.flags.tables import SERVE, Table
 from serving.options.folders import fetch_checkpoints
-from serving.options.resolve import (
-    Command,
-    read_serve_command,
-    resolve_keywords,
-    resolve_settings,
-    to_engine_options,
-)
+from serving.options.resolve import Command, read_serve_command, resolve_keywords, resolve_settings, to_engine_options
 from serving.options.shown import chosen_dtype, describe_settings
 from serving.options.sources import Layer, Setting, Settings, Source, merge
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -27,11 +28,21 @@ _MOST_PROCESSES = max(64, 4 * num_cores())
 _MOST_NODES = 4096
 
 
+@contextmanager
+def _behind(begin: str) -> Iterator[None]:
+    """What is refused inside is told behind the names of the settings that it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{begin}{error}") from error
+
+
 def check_alone(settings: Settings) -> None:
     """Check the settings that need neither the checkpoint nor the machine."""
-    checks = (_model, _overlap, _parallelism, _nodes, _memory, _graphs, _load_out, check_speculation)
+    checks = (_model, _overlap, _parallelism, _nodes, _memory, _graphs, check_speculation)
     for message in chain.from_iterable(check(settings) for check in checks):
         raise ConfigError(message)
+    _check_load_out(settings)
 
 
 def check_sizes(settings: Settings, model: ModelConfig) -> None:
@@ -55,14 +66,12 @@ def place_experts(settings: Settings, model: ModelConfig) -> Settings:
         return settings
     redundant = EplbConfig.of(settings["eplb_config"] or {}).num_redundant_experts
     ranks = _num_processes(settings)
-    try:
+    with _behind(f"{settings.spell('init_expert_location' if path else 'eplb_config')}: "):
         if path is None:
             make_placement(model.num_experts, model.moe_layers, ranks, redundant)
             return settings
         placement = read_placement(path, model.num_experts, model.num_layers, model.moe_layers, ranks, redundant)
-    except ConfigError as error:
-        raise ConfigError(f"{settings.spell('init_expert_location' if path else 'eplb_config')}: {error}") from error
-    return replace(settings, placement=placement)
+        return replace(settings, placement=placement)
 
 
 def check_with_model(settings: Settings, model: ModelConfig, gpus: int) -> None:
@@ -72,8 +81,9 @@ def check_with_model(settings: Settings, model: ModelConfig, gpus: int) -> None:
         ConfigError: a setting exceeds what the checkpoint or the machine has, or contradicts another.
     """
     checks = (_checkpoint(settings, model), _device(settings, gpus), _steps(settings), _graph_sizes(settings))
-    for message in chain(*checks, _transport(settings), _signals(settings, model)):
+    for message in chain.from_iterable(checks):
         raise ConfigError(message)
+    _check_transport(settings, model)
 
 
 def notes(settings: Settings) -> Iterator[str]:
@@ -136,12 +146,9 @@ def _idle(s: Settings) -> Iterator[tuple[Sequence[str], str]]:
 _ONLY_SPLIT = ("ubatch_size", "split_by", "tbo_token_distribution_threshold")
 _ONLY_OVERLAPPED = (
     *_ONLY_SPLIT,
-    "dbo_decode_token_threshold",
-    "dbo_prefill_token_threshold",
-    "schedule",
+    *("dbo_decode_token_threshold", "dbo_prefill_token_threshold", "schedule"),
     *(f"schedule_{key}" for key in MODE_KEYS),
-    "comm_sms",
-    "profile_ranges",
+    *("comm_sms", "profile_ranges"),
     *PerMode.model_fields,
 )
 
@@ -162,10 +169,7 @@ def _overlap(s: Settings) -> Iterator[str]:
                 f"{s.spell(name)} is {s[name]}, below {s.spell('ubatch_size')} ({s['ubatch_size']}): "
                 f"a microbatch would be empty. Set it to at least {s['ubatch_size']}."
             )
-    try:
-        overlap_config(s)
-    except ConfigError as error:
-        yield str(error)
+    overlap_config(s)
 
 
 _NO_EXCHANGE = {
@@ -191,10 +195,8 @@ def _parallelism(s: Settings) -> Iterator[str]:
             names = ", ".join(f"{s.spell('eplb_config')}.{name}" for name in sorted(idle))
             yield f"{names}: only experts that move look at it. Add {s.spell('enable_eplb')}."
         if s["enable_eplb"] and s["moe_backend"] != "auto":
-            try:
+            with _behind(f"{s.spell('moe_backend')}, {s.spell('enable_eplb')}: "):
                 experts_class(s["moe_backend"]).check_movable()
-            except ConfigError as error:
-                yield f"{s.spell('moe_backend')}, {s.spell('enable_eplb')}: {error}"
         return
     for name in ("all2all_backend", "all2all_options", "enable_eplb", "eplb_config", "init_expert_location"):
         if s[name]:
@@ -281,20 +283,16 @@ def _graphs(s: Settings) -> Iterator[str]:
 _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
-def _load_out(s: Settings) -> Iterator[str]:
+def _check_load_out(s: Settings) -> None:
     if s["expert_load_out"] is not None and s["node_rank"] == 0:
-        try:
+        with _behind(f"{s.spell('expert_load_out')} "):
             check_load_out(s["expert_load_out"])
-        except ConfigError as error:
-            yield f"{s.spell('expert_load_out')} {error}"
 
 
 def _shares(s: Settings, model: ModelConfig) -> Iterator[str]:
     size, flag = s["tensor_parallel_size"], s.spell("tensor_parallel_size")
-    try:
+    with _behind(f"{flag}: "):
         check_tensor_parallel(model, size)
-    except ConfigError as error:
-        yield f"{flag}: {error}"
     if not s["enable_expert_parallel"]:
         if size > 1 and model.num_experts:
             yield (
@@ -409,18 +407,10 @@ def _graph_sizes(s: Settings) -> Iterator[str]:
             )
 
 
-def _transport(s: Settings) -> Iterator[str]:
+def _check_transport(s: Settings, model: ModelConfig) -> None:
     if s["all2all_backend"] is not None:
-        try:
+        with _behind(f"{s.spell('all2all_backend')}, {s.spell('all2all_options')}: "):
             check_all2all_options(s["all2all_backend"], s["all2all_options"] or {}, _num_processes(s))
-        except ConfigError as error:
-            yield f"{s.spell('all2all_backend')}, {s.spell('all2all_options')}: {error}"
-
-
-def _signals(s: Settings, model: ModelConfig) -> Iterator[str]:
     if model.num_experts:
         verifies = s["speculative_algorithm"] is not None
-        try:
-            check_schedules_by_name(overlap_config(s), s["all2all_backend"] or LOCAL, verifies=verifies)
-        except ConfigError as error:
-            yield str(error)
+        check_schedules_by_name(overlap_config(s), s["all2all_backend"] or LOCAL, verifies=verifies)

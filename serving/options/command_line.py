@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from serving.arguments.fields import Group
 from serving.arguments.parser import nearest_flag, parse
 from serving.options.flags.commands import COMMANDS
-from serving.options.flags.foreign import find_foreign
+from serving.options.flags.foreign import foreign_hint
 from serving.options.flags.tables import Own, Table
 from serving.options.sources import Layer, Source, make_layer, read_environment, read_file
 
@@ -36,8 +36,8 @@ def read_layers(table: Table, program: str, description: str, words: Sequence[st
 
 def _hint(table: Table, flag: str) -> str:
     """The hint for an unknown flag: what to write instead."""
-    if (foreign := find_foreign(flag)) is not None:
-        return foreign.hint()
+    if hint := foreign_hint(flag):
+        return hint
     if (positive := flag.removeprefix("no_")) != flag and positive in table.flags:
         return f": --{positive.replace('_', '-')} takes a value, and has no other way to turn it off. Leave it out."
     others = [each.program for each in COMMANDS if flag.removeprefix("no_") in each.flags]

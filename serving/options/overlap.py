@@ -21,13 +21,8 @@ from ubatch.schedules import MODE_KEYS
 
 _CHUNKS = 2
 _SAME_NAME = (
-    "dbo_decode_token_threshold",
-    "dbo_prefill_token_threshold",
-    "comm_sms",
-    "profile_ranges",
-    "split_by",
-    "tbo_token_distribution_threshold",
-    "timeout_s",
+    *("dbo_decode_token_threshold", "dbo_prefill_token_threshold", "comm_sms", "profile_ranges", "split_by"),
+    *("tbo_token_distribution_threshold", "timeout_s"),
 )
 
 

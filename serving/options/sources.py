@@ -17,7 +17,7 @@ from moe import ExpertPlacement
 from serving.arguments.fields import WrongValue, nearest_alone
 from serving.hub import Located
 from serving.options.flags.commands import COMMANDS
-from serving.options.flags.foreign import find_foreign
+from serving.options.flags.foreign import foreign_hint
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import SERVE, Table
 from ubatch import ConfigError, nearest
@@ -230,8 +230,7 @@ def _other_name(name: str, table: Table, spell: Callable[[str, bool], str]) -> s
     switch = table.setting(name.removeprefix("no_"))
     if name.startswith("no_") and switch and table.is_switch(switch):
         return f"; use {spell(switch.replace('_', '-'), True)}."
-    foreign = find_foreign(name)
-    return "" if foreign is None else foreign.hint(spell)
+    return foreign_hint(name, spell)
 
 
 def _spell_key(flag: str, off: bool) -> str:

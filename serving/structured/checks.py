@@ -28,14 +28,7 @@ from model_runner import RequestError
 from serving.requests import QueueFull
 from serving.structured.grammar import After, grammar_text
 from serving.structured.lark import special_tokens
-from serving.structured.limits import (
-    LIMITS,
-    MAX_COMPILE_BYTES,
-    MAX_COMPILE_S,
-    MAX_KNOWN,
-    MAX_WAIT_S,
-    MAX_WAITING,
-)
+from serving.structured.limits import LIMITS, MAX_COMPILE_BYTES, MAX_COMPILE_S, MAX_KNOWN, MAX_WAIT_S, MAX_WAITING
 from serving.structured.params import StructuredOutputsParams
 from ubatch.errors import shown
 
@@ -93,7 +86,10 @@ class GrammarChecks:
         self._check_special(special)
         fault = _pool().fault(text, special)
         if fault is not None and params.whitespace_pattern is not None:
-            self._check_alone(params.whitespace_pattern)
+            # it may be to blame itself
+            alone = grammar_text(StructuredOutputsParams(regex=params.whitespace_pattern))
+            if (own := _pool().fault(alone, ())) is not None:
+                raise RequestError(own, param="whitespace_pattern")
         if fault is not None:
             raise RequestError(fault, param=params.kind)
         if after is None:
@@ -101,13 +97,6 @@ class GrammarChecks:
         # The library takes an added token that looks like a mark for a special one, whatever the tokenizer says.
         added = {token.content: number for number, token in self._tokenizer().added_tokens_decoder.items()}
         return grammar_text(params, after, special=added)
-
-    @staticmethod
-    def _check_alone(white_space: str) -> None:
-        """Refuse a pattern of white space that is to blame itself."""
-        fault = _pool().fault(grammar_text(StructuredOutputsParams(regex=white_space)), ())
-        if fault is not None:
-            raise RequestError(fault, param="whitespace_pattern")
 
     def _check_special(self, names: Sequence[str]) -> None:
         added = self._tokenizer().added_tokens_decoder.values() if names else ()

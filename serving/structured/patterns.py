@@ -24,33 +24,25 @@ _ALONE: Mapping[str, str] = {
     "/": "/",
 }
 _IN_CLASS: Mapping[str, str] = {
+    **{letter: text for letter, text in _ALONE.items() if letter != "Z"},
     "d": "0-9",
-    "D": r"\P{Nd}",
     "w": "0-9A-Za-z_",
-    "W": r"[^\p{L}\p{N}\p{M}\p{Pc}]",
     "s": r"\t\n\r\x0B\x0C ",
-    "S": r"[^\s\x1C-\x1F]",
     "b": r"\x08",
-    "0": r"\x00",
-    "/": "/",
 }
 _IN_NEGATED_CLASS: Mapping[str, str] = {
+    **_IN_CLASS,
     "d": r"\p{Nd}",
     "D": "[^0-9]",
     "w": r"\p{L}\p{N}\p{M}\p{Pc}",
     "W": "[^0-9A-Za-z_]",
     "s": r"\s\x1C-\x1F",
     "S": r"[^\t\n\r\x0B\x0C ]",
-    "b": r"\x08",
-    "0": r"\x00",
-    "/": "/",
 }
 _ESCAPED_IN_CLASS = "[&~"
 _REFUSED_GROUPS = {
-    "(?=": "look-ahead",
-    "(?!": "look-ahead",
-    "(?<=": "look-behind",
-    "(?<!": "look-behind",
+    **dict.fromkeys(("(?=", "(?!"), "look-ahead"),
+    **dict.fromkeys(("(?<=", "(?<!"), "look-behind"),
     "(?#": "a comment",
     "(?>": "an atomic group",
     "(?P=": "a reference to a group",

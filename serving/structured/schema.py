@@ -30,33 +30,23 @@ from serving.structured.patterns import translated
 from serving.structured.references import References, is_old
 from ubatch.errors import shown
 
+_BY_CASES = "use anyOf, with an option for each case"
 REFUSED: Mapping[str, str] = {
     "not": "give what is allowed, by type, enum or pattern",
-    "if": "use anyOf, with an option for each case",
-    "then": "use anyOf, with an option for each case",
-    "else": "use anyOf, with an option for each case",
-    "contains": "use prefixItems",
-    "minContains": "use prefixItems",
-    "maxContains": "use prefixItems",
+    **dict.fromkeys(("if", "then", "else"), _BY_CASES),
+    **dict.fromkeys(("contains", "minContains", "maxContains"), "use prefixItems"),
     "uniqueItems": "leave it out, and check the answer",
     "propertyNames": "use patternProperties, with additionalProperties false",
-    "dependentRequired": "use anyOf, with an option for each case",
-    "dependentSchemas": "use anyOf, with an option for each case",
-    "dependencies": "use anyOf, with an option for each case",
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), _BY_CASES),
     "unevaluatedProperties": "use additionalProperties, with all properties in one place",
     "unevaluatedItems": "use items, with all prefixItems in one place",
-    "$dynamicRef": "use $ref",
-    "$recursiveRef": "use $ref",
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), "use $ref"),
 }
 """Assertions that no grammar here can make -> what to do instead. Any other unknown keyword asserts nothing."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
-    "propertyNames": (True, {}),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "dependencies": ({},),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+    **dict.fromkeys(("propertyNames", "unevaluatedProperties", "unevaluatedItems"), (True, {})),
 }
 """Values with which these assert nothing."""
 _UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
@@ -177,14 +167,12 @@ class _Walk:
         """Take one keyword; one that asserts nothing is left out."""
         match keyword:
             case "properties" | "patternProperties":
-                members = _object(value, path, keyword)
+                members = _of(Mapping, value, path, keyword)
                 rewrite = translated if keyword == "patternProperties" else str
                 out[keyword] = {
                     _at(path, keyword, rewrite, name): inner(each, f"{keyword}.{name}")
                     for name, each in members.items()
                 }
-            case "additionalProperties":
-                out[keyword] = inner(value, keyword)
             case "unevaluatedProperties" | "unevaluatedItems":
                 other = "additionalItems" if isinstance(given.get("items"), list) else _UNEVALUATED[keyword]
                 if other not in given and not _APPLICATORS & given.keys():
@@ -194,10 +182,10 @@ class _Walk:
                     out["prefixItems"] = [inner(each, f"{keyword}.{place}") for place, each in enumerate(value)]
                 if keyword == "items" and "additionalItems" in given:
                     out["items"] = inner(given["additionalItems"], "additionalItems")
-            case "items":
-                out["items"] = inner(value, keyword)
+            case "additionalProperties" | "items":
+                out[keyword] = inner(value, keyword)
             case "allOf" | "anyOf" | "oneOf":
-                options = _list(value, path, keyword)
+                options = _of(list, value, path, keyword)
                 out[keyword] = [inner(each, f"{keyword}.{place}") for place, each in enumerate(options)]
                 if keyword == "oneOf":
                     self._one_ofs.append(out)
@@ -207,13 +195,11 @@ class _Walk:
                 out["type"] = value
             case "const" | "enum":
                 _check_numbers(value, path, keyword)
-                out[keyword] = value if keyword == "const" else _list(value, path, keyword)
+                out[keyword] = value if keyword == "const" else _of(list, value, path, keyword)
             case "required":
-                out[keyword] = _list(value, path, keyword)
+                out[keyword] = _of(list, value, path, keyword)
             case "pattern":
-                if not isinstance(value, str):
-                    raise _wrong(path, f"pattern must be a text, not {shown(value)}.", keyword)
-                out["pattern"] = _at(path, keyword, translated, value)
+                out["pattern"] = _at(path, keyword, translated, _of(str, value, path, keyword))
             case "format":
                 self._format(out, value, path)
             case _ if keyword in _COUNTS:
@@ -226,9 +212,8 @@ class _Walk:
                 self._bound(out, keyword, value, given, path)
 
     def _reference(self, value: Any, path: str, base: str) -> str:
-        if not isinstance(value, str):
-            raise _wrong(path, f"$ref must be a text, not {shown(value)}.", "$ref")
-        url, target, there = _at(path, "$ref", lambda each: self._references.resolve(each, base), value)
+        reference = _of(str, value, path, "$ref")
+        url, target, there = _at(path, "$ref", lambda each: self._references.resolve(each, base), reference)
         name = self._names.get(url)
         if name is None:
             name = self._names[url] = str(len(self._names))
@@ -281,10 +266,8 @@ class _Walk:
         if multiples.is_exact(step):
             if (within := multiples.exact_bounds(step)) is not None:
                 least, most = within
-                out["minimum"], out["maximum"] = (
-                    max(out.get("minimum", least), least),
-                    min(out.get("maximum", most), most),
-                )
+                out["minimum"] = max(out.get("minimum", least), least)
+                out["maximum"] = min(out.get("maximum", most), most)
             if coarser := multiples.coarser(step):
                 self._beside(out, [{"multipleOf": each} for each in (step, *coarser)])
             return
@@ -306,9 +289,7 @@ class _Walk:
         closed = out.get("additionalProperties") is False and "patternProperties" not in out
         if not counted or not closed or not 0 < len(optional) <= _MOST_OPTIONAL:
             return
-        least, most = (
-            out.pop(name, otherwise) for name, otherwise in (("minProperties", 0), ("maxProperties", math.inf))
-        )
+        least, most = out.pop("minProperties", 0), out.pop("maxProperties", math.inf)
         choices = [
             {"required": list(chosen), "properties": {name: False for name in optional if name not in chosen}}
             for count in range(len(optional) + 1)
@@ -356,15 +337,11 @@ def _count(value: Any, path: str, keyword: str) -> int:
     return min(int(value), _MOST_COUNT)
 
 
-def _object(value: Any, path: str, keyword: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _wrong(path, f"{keyword} must be an object, not {shown(value)}.", keyword)
-    return value
-
-
-def _list(value: Any, path: str, keyword: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _wrong(path, f"{keyword} must be a list, not {shown(value)}.", keyword)
+def _of(kind: type, value: Any, path: str, keyword: str) -> Any:
+    """The value of a keyword, which must be an object, a list or a text."""
+    if not isinstance(value, kind):
+        told = "a list" if kind is list else "a text" if kind is str else "an object"
+        raise _wrong(path, f"{keyword} must be {told}, not {shown(value)}.", keyword)
     return value
 
 

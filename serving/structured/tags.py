@@ -78,10 +78,11 @@ class _Writer:
             if not last:
                 raise _wrong(where, "any_text is only supported as a tag's whole content, and at the very end.")
             return self._made.rule(ANYTHING)
-        write = _FORMATS.get(kind) if isinstance(kind, str) else None
-        if write is None:
+        if not isinstance(kind, str) or kind not in _FORMATS:
             raise _wrong(where, f"the type {shown(kind)} is not supported; it may be any_text, {', '.join(_FORMATS)}.")
+        write, *names = _FORMATS[kind]
         try:
+            _only(given, where, "type", *names)
             return write(self, given, where, depth, last)
         except RequestError as error:
             raise error if str(error).startswith(where) else _wrong(where, str(error)) from error
@@ -107,7 +108,6 @@ class _Writer:
 
     def triggered(self, given: Mapping[str, Any], where: str, depth: int = 0, last: bool = True) -> str:
         """Free text, in which each trigger begins a tag."""
-        _only(given, where, "type", "triggers", "tags", "at_least_one", "stop_after_first", "excludes")
         triggers, tags = _list(given, "triggers", where), _list(given, "tags", where)
         if not all(isinstance(each, str) and each for each in triggers):
             raise _wrong(where, "triggers are texts that are not empty.")
@@ -133,7 +133,6 @@ class _Writer:
 
     def several(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
         """Tags with a separator between them."""
-        _only(given, where, "type", "tags", "separator", "at_least_one", "stop_after_first")
         tags = _list(given, "tags", where)
         bodies = [self.tag(tag, f"{where}.tags.{place}", depth + 1) for place, tag in enumerate(tags)]
         one = self._made.rule(" | ".join(bodies))
@@ -143,24 +142,17 @@ class _Writer:
 
     def elements(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
         """Formats one after the other, or one of several."""
-        _only(given, where, "type", "elements")
-        given_elements = _list(given, "elements", where)
+        several = _list(given, "elements", where)
         in_turn = given["type"] == "sequence"
-        rules = [
-            self.format(
-                each,
-                f"{where}.elements.{place}",
-                depth + 1,
-                last=last and (not in_turn or place == len(given_elements) - 1),
-            )
-            for place, each in enumerate(given_elements)
-        ]
+        rules: list[str] = []
+        for place, each in enumerate(several):
+            ends = last and (not in_turn or place == len(several) - 1)
+            rules.append(self.format(each, f"{where}.elements.{place}", depth + 1, last=ends))
         return self._made.rule((" " if in_turn else " | ").join(rules))
 
     def repeated(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
         """A format that may come several times, or not at all."""
         kind = given["type"]
-        _only(given, where, "type", "content", *(("min", "max") if kind == "repeat" else ()))
         inner = self.format(given.get("content"), f"{where}.content", depth + 1, last=False)
         if kind != "repeat":
             return self._made.rule(f"{inner}{ {'optional': '?', 'plus': '+', 'star': '*'}[kind] }")
@@ -172,24 +164,20 @@ class _Writer:
 
     def const(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
         """A text as it is."""
-        _only(given, where, "type", "value")
         return self._made.rule(_quoted(_text(given, "value", where)))
 
     def schema(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
         """JSON that a schema describes."""
-        _only(given, where, "type", "json_schema", "style")
         if given.get("style", "json") != "json":
             raise _wrong(where, f"the style {shown(given['style'])} is not supported; only json is.")
         return self._made.json_schema(given.get("json_schema"), self._params)
 
     def regex(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
         """What a regular expression matches."""
-        _only(given, where, "type", "pattern")
         return self._made.regex(given.get("pattern"))
 
     def grammar(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
         """What a grammar describes."""
-        _only(given, where, "type", "grammar")
         return self._made.lark(given.get("grammar"))
 
     def one_tag(self, given: Mapping[str, Any], where: str, depth: int, last: bool) -> str:
@@ -197,21 +185,20 @@ class _Writer:
         return self._made.rule(self.tag(given, where, depth))
 
 
-_FORMATS: Mapping[str, Callable[[_Writer, Mapping[str, Any], str, int, bool], str]] = {
-    "const_string": _Writer.const,
-    "json_schema": _Writer.schema,
-    "regex": _Writer.regex,
-    "grammar": _Writer.grammar,
-    "sequence": _Writer.elements,
-    "or": _Writer.elements,
-    "tag": _Writer.one_tag,
-    "triggered_tags": _Writer.triggered,
-    "tags_with_separator": _Writer.several,
-    "optional": _Writer.repeated,
-    "plus": _Writer.repeated,
-    "star": _Writer.repeated,
-    "repeat": _Writer.repeated,
+_Write = Callable[[_Writer, Mapping[str, Any], str, int, bool], str]
+_FORMATS: Mapping[str, tuple[_Write, *tuple[str, ...]]] = {
+    "const_string": (_Writer.const, "value"),
+    "json_schema": (_Writer.schema, "json_schema", "style"),
+    "regex": (_Writer.regex, "pattern"),
+    "grammar": (_Writer.grammar, "grammar"),
+    **dict.fromkeys(("sequence", "or"), (_Writer.elements, "elements")),
+    "tag": (_Writer.one_tag, "begin", "content", "end"),
+    "triggered_tags": (_Writer.triggered, "triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
+    "tags_with_separator": (_Writer.several, "tags", "separator", "at_least_one", "stop_after_first"),
+    **dict.fromkeys(("optional", "plus", "star"), (_Writer.repeated, "content")),
+    "repeat": (_Writer.repeated, "content", "min", "max"),
 }
+"""Type -> what writes the format, and its fields."""
 
 
 def _only(given: Mapping[str, Any], where: str, *names: str) -> None:

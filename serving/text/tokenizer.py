@@ -43,7 +43,12 @@ def load_tokenizer(model: Path, chat_template: str | None = None) -> PreTrainedT
     own_class = _has_own_class(model)
     if own_class and not (model / TOKENIZER).is_file():
         raise ConfigError(f"{model}: its tokenizer is code, which is never run. Put a tokenizer.json there.")
-    _find_vocabulary(model)
+    if not any(file.is_file() for pattern in (TOKENIZER, *_SLOW) for file in model.glob(pattern)):
+        # `transformers` would make an empty tokenizer
+        raise ConfigError(
+            f"{model} has no tokenizer: neither {TOKENIZER} nor another vocabulary ({', '.join(_SLOW)}). Put the "
+            f"model's {TOKENIZER} and tokenizer_config.json there."
+        )
     kind = PreTrainedTokenizerFast if own_class else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
@@ -70,18 +75,6 @@ def check_tokenizer(model: Path) -> None:
         read_tokenizer(model / TOKENIZER)
     else:
         load_tokenizer(model)
-
-
-def _find_vocabulary(model: Path) -> Path:
-    """The vocabulary file of a checkpoint's tokenizer. Without one, `transformers` would make an empty tokenizer."""
-    for pattern in (TOKENIZER, *_SLOW):
-        for file in sorted(model.glob(pattern)):
-            if file.is_file():
-                return file
-    raise ConfigError(
-        f"{model} has no tokenizer: neither {TOKENIZER} nor another vocabulary ({', '.join(_SLOW)}). Put the model's "
-        f"{TOKENIZER} and tokenizer_config.json there."
-    )
 
 
 def read_tokenizer(file: Path) -> Tokenizer:

@@ -11,22 +11,14 @@ families         which of them a model's chat template shows
 """
 
 from serving.turns.families import with_defaults
-from serving.turns.parsers import (
-    REASONING_PARSERS,
-    TOOL_PARSERS,
-    TurnPlan,
-    TurnSettings,
-    make_turn_parser,
-    marks_of,
-)
+from serving.turns.parsers import REASONING_PARSERS, TOOL_PARSERS, TurnPlan, TurnSettings, make_turn_parser, marks_of
 from serving.turns.reasoning import Before
-from serving.turns.turn import PlainTurn, ToolCallDelta, TurnDelta, TurnParser
+from serving.turns.turn import ToolCallDelta, TurnDelta, TurnParser
 
 __all__ = [
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "Before",
-    "PlainTurn",
     "ToolCallDelta",
     "TurnDelta",
     "TurnParser",

@@ -58,7 +58,7 @@ class MarkedTurn:
         self.text = Text()
         self.tools = tools
         self.reasons = False
-        self._num_calls = 0
+        self.num_calls = 0
         self._num_begun = 0
         self._make_id = make_id
         self._streamed = streamed
@@ -72,11 +72,6 @@ class MarkedTurn:
         self._reading = read(self)
         next(self._reading, None)
 
-    @property
-    def num_calls(self) -> int:
-        """See `TurnParser`."""
-        return self._num_calls
-
     def take(self, text: str) -> TurnDelta:
         """See `TurnParser`."""
         self.text.add(text)
@@ -88,7 +83,7 @@ class MarkedTurn:
         self.text.ended = True
         for _ in self._reading:
             pass
-        if self._blank and not self._num_calls:
+        if self._blank and not self.num_calls:
             self._content.append(self._blank)
         return self._new()
 
@@ -156,14 +151,14 @@ class MarkedTurn:
         self.text.kept()
         self._tell()
         self._call = None
-        self._num_calls += 1
+        self.num_calls += 1
         self._blank = ""
         return True
 
     def _tell(self) -> None:
         """Pass the call on, as far as it was read."""
         call = self._call
-        if call is None or call.told or (self._most_calls is not None and self._num_calls >= self._most_calls):
+        if call is None or call.told or (self._most_calls is not None and self.num_calls >= self._most_calls):
             return
         self._num_begun += 1
         call.told = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from serving.turns.formats import (
@@ -171,6 +172,6 @@ def _formats(settings: TurnSettings, plan: TurnPlan) -> tuple[CallFormat | None,
     reasoning = settings.reasoning if plan.reasoning or plan.forced else None
     make_id = _random_id if own is None else own.make_id
     if plan.forced:
-        read = forced.read_required if plan.forced is True else forced.read_named(str(plan.forced))
+        read = forced.read_required if plan.forced is True else partial(forced.read_named, name=str(plan.forced))
         return CallFormat(read, (), make_id), reasoning
     return (own if plan.tools and settings.enable_auto_tool_choice else None), reasoning

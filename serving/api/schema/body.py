@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -20,6 +21,11 @@ from pydantic_core import PydanticCustomError
 
 from serving.api.schema.lax_scalars import read_scalars
 from serving.api.schema.unsupported_fields import Refused, check_closed, check_fields, describe_fields
+
+
+def optional(description: str, **limits: Any) -> Any:
+    """A field that may be left out, or null; `limits` are pydantic's."""
+    return Field(None, description=description, **limits)
 
 
 def or_else(expected: str) -> WrapValidator:

@@ -9,16 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
-from serving.api.schema.body import Body, or_else
+from serving.api.schema.body import Body, optional, or_else
 from serving.api.schema.structured_fields import ResponseFormat, StructuredOutputs
 from serving.api.schema.tool_models import EXPECTED_CHOICE, ToolChoice, Tools
 from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE
@@ -107,65 +101,49 @@ class GenerationRequest(Body):
     (`generation_config.json`), or OpenAI's if the checkpoint has none."""
 
     model: ModelName = None
-    n: int | None = Field(None, ge=1, le=MAX_OUTPUTS, description="outputs per prompt (1)")
-    stop: Stop = Field(None, description="strings that end the output; not part of the text")
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = Field(
-        None, description="tokens that end the output"
+    n: int | None = optional("outputs per prompt (1)", ge=1, le=MAX_OUTPUTS)
+    stop: Stop = optional("strings that end the output; not part of the text")
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = optional(
+        "tokens that end the output"
     )
-    seed: Annotated[int | None, Int64] = Field(None, description="makes the outputs repeatable; output i has seed + i")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy (1)")
-    top_p: float | None = Field(None, gt=0, le=1, description="most likely tokens with this mass (1)")
-    top_k: int | None = Field(
-        None, ge=-1, le=2**63 - 1, description="only the k most likely tokens; 0 or -1 for all (0)"
+    seed: Annotated[int | None, Int64] = optional("makes the outputs repeatable; output i has seed + i")
+    temperature: float | None = optional("0 is greedy (1)", ge=0, le=2)
+    top_p: float | None = optional("most likely tokens with this mass (1)", gt=0, le=1)
+    top_k: int | None = optional("only the k most likely tokens; 0 or -1 for all (0)", ge=-1, le=2**63 - 1)
+    min_p: float | None = optional("least share of the highest probability (0)", ge=0, le=1)
+    presence_penalty: float | None = optional("for tokens in the output (0)", ge=-2, le=2)
+    frequency_penalty: float | None = optional("the same, once per occurrence in the output (0)", ge=-2, le=2)
+    repetition_penalty: float | None = optional("divides logits of tokens in prompt and output (1)", gt=0)
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = optional(
+        "token id -> -100 to 100"
     )
-    min_p: float | None = Field(None, ge=0, le=1, description="least share of the highest probability (0)")
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="for tokens in the output (0)")
-    frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="the same, once per occurrence in the output (0)"
+    allowed_token_ids: TokenIds | None = optional("generate only these tokens")
+    bad_words: BadWords | None = optional(
+        "words whose token sequences are never generated, with or without a space before; at most "
+        f"{MAX_BAD_TOKENS} tokens in all"
     )
-    repetition_penalty: float | None = Field(
-        None, gt=0, description="divides logits of tokens in prompt and output (1)"
+    min_tokens: int | None = optional("least tokens before the output may end (0)", ge=0)
+    ignore_eos: bool | None = optional("go on after an end-of-sequence token")
+    skip_special_tokens: bool | None = optional("leave out special tokens (true)")
+    include_stop_str_in_output: bool | None = optional("keep the stop string in the text")
+    response_format: ResponseFormat | None = optional("the form of the output (text)")
+    structured_outputs: StructuredOutputs | None = optional("the same, in vLLM's form; send one")
+    stream: bool | None = optional("answer with server-sent events")
+    stream_options: StreamOptions | None = optional("only with stream")
+    priority: Annotated[int | None, Int64] = optional("lower runs earlier, with --scheduling-policy priority")
+    add_special_tokens: bool | None = optional("the tokenizer adds its special tokens")
+    best_of: int | None = optional("must be 1 or n: all outputs are returned", json_schema_extra={"enum": [1, None]})
+    truncate_prompt_tokens: TruncatedLength = optional(
+        "truncate a longer prompt to this many tokens; -1: to what fits the context"
     )
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = Field(
-        None, description="token id -> -100 to 100"
+    truncation_side: Literal["left", "right"] | None = optional(
+        "which end is cut off: left keeps the last tokens (left)"
     )
-    allowed_token_ids: TokenIds | None = Field(None, description="generate only these tokens")
-    bad_words: BadWords | None = Field(
-        None,
-        description="words whose token sequences are never generated, with or without a space before; at most "
-        f"{MAX_BAD_TOKENS} tokens in all",
+    prompt_logprobs: int | None = optional(
+        "log-probabilities of the prompt and this many top tokens; not in streams", ge=0, le=MAX_TOP_LOGPROBS
     )
-    min_tokens: int | None = Field(None, ge=0, description="least tokens before the output may end (0)")
-    ignore_eos: bool | None = Field(None, description="go on after an end-of-sequence token")
-    skip_special_tokens: bool | None = Field(None, description="leave out special tokens (true)")
-    include_stop_str_in_output: bool | None = Field(None, description="keep the stop string in the text")
-    response_format: ResponseFormat | None = Field(None, description="the form of the output (text)")
-    structured_outputs: StructuredOutputs | None = Field(None, description="the same, in vLLM's form; send one")
-    stream: bool | None = Field(None, description="answer with server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="only with stream")
-    priority: Annotated[int | None, Int64] = Field(
-        None, description="lower runs earlier, with --scheduling-policy priority"
-    )
-    add_special_tokens: bool | None = Field(None, description="the tokenizer adds its special tokens")
-    best_of: int | None = Field(
-        None, description="must be 1 or n: all outputs are returned", json_schema_extra={"enum": [1, None]}
-    )
-    truncate_prompt_tokens: TruncatedLength = Field(
-        None, description="truncate a longer prompt to this many tokens; -1: to what fits the context"
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description="which end is cut off: left keeps the last tokens (left)"
-    )
-    prompt_logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_TOP_LOGPROBS,
-        description="log-probabilities of the prompt and this many top tokens; not in streams",
-    )
-    return_token_ids: bool | None = Field(None, description="also return the token ids of prompt and output")
-    return_tokens_as_token_ids: bool | None = Field(
-        None, description="logprobs names tokens as `token_id:5`, not by their text"
-    )
+    return_token_ids: bool | None = optional("also return the token ids of prompt and output")
+    return_tokens_as_token_ids: bool | None = optional("logprobs names tokens as `token_id:5`, not by their text")
 
 
 class CompletionRequest(GenerationRequest):
@@ -179,11 +157,11 @@ class CompletionRequest(GenerationRequest):
     )
 
     prompt: Prompt = Field(description="text or token ids, or several of either")
-    max_tokens: int | None = Field(
-        None, ge=0, description="tokens per output (the checkpoint's max_new_tokens, or 16); 0 only with echo"
+    max_tokens: int | None = optional(
+        "tokens per output (the checkpoint's max_new_tokens, or 16); 0 only with echo", ge=0
     )
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="of the output and this many top tokens")
-    echo: bool | None = Field(None, description="the text begins with the prompt")
+    logprobs: int | None = optional("of the output and this many top tokens", ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = optional("the text begins with the prompt")
 
 
 class TextPart(Body):
@@ -216,17 +194,17 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class ConversationOptions(BaseModel):
     """How a conversation becomes a prompt."""
 
-    add_generation_prompt: bool | None = Field(
-        None, description="begin the assistant's turn (true; false with continue_final_message)"
+    add_generation_prompt: bool | None = optional(
+        "begin the assistant's turn (true; false with continue_final_message)"
     )
-    continue_final_message: bool | None = Field(
-        None, description="the answer continues the last message; not with add_generation_prompt"
+    continue_final_message: bool | None = optional(
+        "the answer continues the last message; not with add_generation_prompt"
     )
-    reasoning_effort: ReasoningEffort | None = Field(
-        None, description="passed to the chat template as reasoning_effort; sets enable_thinking, false for none"
+    reasoning_effort: ReasoningEffort | None = optional(
+        "passed to the chat template as reasoning_effort; sets enable_thinking, false for none"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
-    tools: Tools | None = Field(None, description="functions that the model may call; the chat template shows them")
+    chat_template_kwargs: dict[str, Any] | None = optional("variables for the chat template")
+    tools: Tools | None = optional("functions that the model may call; the chat template shows them")
 
     @property
     def begins_turn(self) -> bool:
@@ -244,21 +222,19 @@ class ChatCompletionRequest(GenerationRequest, ConversationOptions):
     between_fields = (_STREAMED_OR_NOT, _ONE_ENDING, _either({"top_logprobs": _NULL}, {"logprobs": _ON}))
 
     messages: Messages = Field(description="the conversation so far")
-    max_completion_tokens: int | None = Field(
-        None, ge=1, description="tokens per output (the checkpoint's max_new_tokens, or what is left of the context)"
+    max_completion_tokens: int | None = optional(
+        "tokens per output (the checkpoint's max_new_tokens, or what is left of the context)", ge=1
     )
-    max_tokens: int | None = Field(None, ge=1, description="older name of max_completion_tokens")
-    logprobs: bool | None = Field(None, description="return the output's log-probabilities")
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="number of top tokens per position")
-    echo: bool | None = Field(None, description="begin with the last message, if it has the answer's role")
-    tool_choice: Annotated[ToolChoice | None, or_else(EXPECTED_CHOICE)] = Field(
-        None, description="whether tools are called (auto with tools, which needs --enable-auto-tool-choice; else none)"
+    max_tokens: int | None = optional("older name of max_completion_tokens", ge=1)
+    logprobs: bool | None = optional("return the output's log-probabilities")
+    top_logprobs: int | None = optional("number of top tokens per position", ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = optional("begin with the last message, if it has the answer's role")
+    tool_choice: Annotated[ToolChoice | None, or_else(EXPECTED_CHOICE)] = optional(
+        "whether tools are called (auto with tools, which needs --enable-auto-tool-choice; else none)"
     )
-    parallel_tool_calls: bool | None = Field(None, description="the model may make several calls (true)")
-    include_reasoning: bool | None = Field(None, description="the answer has the reasoning (true)")
-    separate_reasoning: bool | None = Field(
-        None, description="reasoning is no part of the content, with --reasoning-parser (true)"
-    )
+    parallel_tool_calls: bool | None = optional("the model may make several calls (true)")
+    include_reasoning: bool | None = optional("the answer has the reasoning (true)")
+    separate_reasoning: bool | None = optional("reasoning is no part of the content, with --reasoning-parser (true)")
 
 
 class TokenizeRequest(Body, ConversationOptions):
@@ -271,10 +247,10 @@ class TokenizeRequest(Body, ConversationOptions):
     )
 
     model: ModelName = None
-    prompt: str | None = Field(None, description="a text")
-    messages: Messages | None = Field(None, description="a conversation")
-    add_special_tokens: bool | None = Field(None, description="true for a prompt, false for messages")
-    return_token_strs: bool | None = Field(None, description="also return the vocabulary's strings")
+    prompt: str | None = optional("a text")
+    messages: Messages | None = optional("a conversation")
+    add_special_tokens: bool | None = optional("true for a prompt, false for messages")
+    return_token_strs: bool | None = optional("also return the vocabulary's strings")
 
 
 class DetokenizeRequest(Body):
@@ -282,4 +258,4 @@ class DetokenizeRequest(Body):
 
     model: ModelName = None
     tokens: AnyIds = Field(description="token ids", json_schema_extra={"maxItems": MAX_DETOKENIZED})
-    skip_special_tokens: bool | None = Field(None, description="leave out special tokens (false)")
+    skip_special_tokens: bool | None = optional("leave out special tokens (false)")

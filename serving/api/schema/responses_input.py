@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator
 
-from serving.api.schema.body import or_else
+from serving.api.schema.body import optional, or_else
 from serving.api.schema.typed_objects import TypedObject, by_type, wrong
 
 _TEXT_ONLY = dict.fromkeys(("input_image", "input_file", "input_audio"), "only text is read")
@@ -52,13 +52,18 @@ Part = Annotated[
 _PARTS: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[Part], Field(fail_fast=True)])
 
 
-def _text_or_parts(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    if not isinstance(value, str | list):
-        raise wrong("Input should be a text or a list of text parts")
-    return value if isinstance(value, str) else _PARTS.validate_python(value)
+def _text_or(several: TypeAdapter[list[Any]], what: str) -> WrapValidator:
+    """A text, or a list of something. Errors are those of what is wrong in the list."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(value, str | list):
+            raise wrong(f"Input should be a text or a list of {what}")
+        return value if isinstance(value, str) else several.validate_python(value)
+
+    return WrapValidator(check)
 
 
-Text = Annotated[str | list[Part], WrapValidator(_text_or_parts)]
+Text = Annotated[str | list[Part], _text_or(_PARTS, "text parts")]
 
 
 class Message(_Item):
@@ -105,7 +110,7 @@ class Reasoning(_Item):
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     encrypted_content: Annotated[
         Literal[""] | None, or_else("null: what another server has encrypted cannot be read here")
-    ] = Field(None, description="not supported: this server has no key")
+    ] = optional("not supported: this server has no key")
 
 
 Item = Message | FunctionCall | FunctionCallOutput | Reasoning
@@ -129,14 +134,6 @@ def _with_type(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 InputItem = Annotated[Item, _ITEM, WrapValidator(_with_type)]
-_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[InputItem], Field(min_length=1, fail_fast=True)])
-
-
-def _text_or_items(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    if not isinstance(value, str | list):
-        raise wrong("Input should be a text or a list of items")
-    return value if isinstance(value, str) else _ITEMS.validate_python(value)
-
-
-Input = Annotated[str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)], WrapValidator(_text_or_items)]
-"""A body's input. Errors are those of the item that is wrong."""
+_Items = Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+Input = Annotated[str | _Items, _text_or(TypeAdapter(_Items), "items")]
+"""A body's input."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, StringConstraints, create_model
 
 from model_runner import MAX_TOP_LOGPROBS
-from serving.api.schema.body import Body, or_else
+from serving.api.schema.body import Body, optional, or_else
 from serving.api.schema.request_models import ChatCompletionRequest, ReasoningEffort
 from serving.api.schema.responses_input import Input
 from serving.api.schema.responses_tools import TextFormat, ToolChoice, Tools
@@ -91,8 +91,8 @@ class TextConfig(Body):
 
     place = "text."
 
-    format: TextFormat | None = Field(None, description="text, json_object, or json_schema with a schema")
-    verbosity: Verbosity = Field(None, description="medium: others are not supported")
+    format: TextFormat | None = optional("text, json_object, or json_schema with a schema")
+    verbosity: Verbosity = optional("medium: others are not supported")
 
 
 class ReasoningConfig(Body):
@@ -100,11 +100,11 @@ class ReasoningConfig(Body):
 
     place = "reasoning."
 
-    effort: ReasoningEffort | None = Field(
-        None, description="passed to the chat template as reasoning_effort; sets enable_thinking, false for none"
+    effort: ReasoningEffort | None = optional(
+        "passed to the chat template as reasoning_effort; sets enable_thinking, false for none"
     )
-    summary: Summary = Field(None, description="auto: reasoning items have the text of all reasoning")
-    generate_summary: Summary = Field(None, description="older name of summary")
+    summary: Summary = optional("auto: reasoning items have the text of all reasoning")
+    generate_summary: Summary = optional("older name of summary")
 
 
 if TYPE_CHECKING:
@@ -136,30 +136,24 @@ class ResponsesRequest(_AsInChat):
         model: str | None
         stream: bool | None
     input: Input = Field(description="what the user says, or the items of the conversation so far")
-    instructions: str | None = Field(None, description="a system message in front of the input")
-    max_output_tokens: int | None = Field(
-        None, ge=1, description="tokens of the output (the checkpoint's max_new_tokens, or what is left of the context)"
+    instructions: str | None = optional("a system message in front of the input")
+    max_output_tokens: int | None = optional(
+        "tokens of the output (the checkpoint's max_new_tokens, or what is left of the context)", ge=1
     )
-    tools: Tools | None = Field(None, description="functions that the model may call")
-    tool_choice: ToolChoice | None = Field(
-        None, description="auto, none, required, or the functions that it chooses from (auto)"
+    tools: Tools | None = optional("functions that the model may call")
+    tool_choice: ToolChoice | None = optional("auto, none, required, or the functions that it chooses from (auto)")
+    parallel_tool_calls: bool | None = optional("several calls in one response (true)")
+    text: TextConfig | None = optional("the form of the text")
+    reasoning: ReasoningConfig | None = optional("how much the model reasons")
+    include: list[Include] | None = optional(
+        f"{LOGPROBS}: log-probabilities of the text; the others change nothing, as there is nothing of the kind"
     )
-    parallel_tool_calls: bool | None = Field(None, description="several calls in one response (true)")
-    text: TextConfig | None = Field(None, description="the form of the text")
-    reasoning: ReasoningConfig | None = Field(None, description="how much the model reasons")
-    include: list[Include] | None = Field(
-        None,
-        description=f"{LOGPROBS}: log-probabilities of the text; the others change nothing, as there is nothing "
-        "of the kind",
+    top_logprobs: int | None = optional(f"top tokens per position; with {LOGPROBS}", ge=0, le=MAX_TOP_LOGPROBS)
+    truncation: Literal["auto", "disabled"] | None = optional(
+        "auto: the first tokens of a prompt that is too long are left out (disabled)"
     )
-    top_logprobs: int | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"top tokens per position; with {LOGPROBS}"
-    )
-    truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: the first tokens of a prompt that is too long are left out (disabled)"
-    )
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = Field(
-        None, description="the client's notes; they are in the answer"
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = optional(
+        "the client's notes; they are in the answer"
     )
 
     @property

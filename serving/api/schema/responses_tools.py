@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
+from serving.api.schema.body import optional
 from serving.api.schema.tool_models import MAX_TOOLS, FunctionName
 from serving.api.schema.typed_objects import TypedObject, by_type, type_of, wrong
 
@@ -20,8 +21,8 @@ class FunctionTool(TypedObject):
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of the arguments")
-    strict: bool | None = Field(None, description="the arguments follow the schema")
+    parameters: dict[str, Any] | None = optional("a JSON schema of the arguments")
+    strict: bool | None = optional("the arguments follow the schema")
 
 
 Tool = Annotated[
@@ -91,8 +92,8 @@ class JsonSchemaForm(TypedObject):
     name: Annotated[str, Field(min_length=1, max_length=MAX_FORM_NAME_CHARACTERS)]
     # `schema` is a method of pydantic's models, so the field has another name.
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema")
-    description: str | None = Field(None, description="changes nothing")
-    strict: bool | None = Field(None, description="changes nothing: the schema is always enforced as it is")
+    description: str | None = optional("changes nothing")
+    strict: bool | None = optional("changes nothing: the schema is always enforced as it is")
 
 
 TextFormat = Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from serving.api.schema.body import Body, or_else
+from serving.api.schema.body import Body, optional, or_else
 
 _Text = Annotated[str, Field(min_length=1)]
 
@@ -16,10 +16,10 @@ class JsonSchemaFormat(Body):
 
     place = "response_format.json_schema."
 
-    name: str | None = Field(None, description="changes nothing")
-    description: str | None = Field(None, description="changes nothing")
+    name: str | None = optional("changes nothing")
+    description: str | None = optional("changes nothing")
     schema_: dict[str, Any] = Field(alias="schema", description="what the output must be, as JSON")
-    strict: bool | None = Field(None, description="changes nothing: the schema is always enforced as it is")
+    strict: bool | None = optional("changes nothing: the schema is always enforced as it is")
 
 
 class ResponseFormat(Body):
@@ -37,10 +37,10 @@ class ResponseFormat(Body):
     )
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaFormat | None = Field(None, description="with json_schema only")
-    structures: list[dict[str, Any]] | None = Field(None, description="with structural_tag: begin, schema, end")
-    triggers: list[_Text] | None = Field(None, description="with structures: texts that begin one")
-    format: dict[str, Any] | None = Field(None, description="with structural_tag, in place of structures: xgrammar's")
+    json_schema: JsonSchemaFormat | None = optional("with json_schema only")
+    structures: list[dict[str, Any]] | None = optional("with structural_tag: begin, schema, end")
+    triggers: list[_Text] | None = optional("with structures: texts that begin one")
+    format: dict[str, Any] | None = optional("with structural_tag, in place of structures: xgrammar's")
 
 
 class StructuredOutputs(Body):
@@ -50,24 +50,20 @@ class StructuredOutputs(Body):
     place = "structured_outputs."
     closed = True
 
-    json_: Annotated[dict[str, Any] | str | None, or_else("a JSON schema, as an object or as text")] = Field(
-        None, alias="json", description="a JSON schema, or its text"
+    json_: Annotated[dict[str, Any] | str | None, or_else("a JSON schema, as an object or as text")] = optional(
+        "a JSON schema, or its text", alias="json"
     )
-    regex: str | None = Field(None, description="a regular expression that the whole output matches")
-    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = Field(
-        None, description="the output is one of these"
-    )
-    grammar: _Text | None = Field(None, description="a context-free grammar, in Lark's or GBNF's notation")
-    json_object: bool | None = Field(None, description="any JSON object")
+    regex: str | None = optional("a regular expression that the whole output matches")
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = optional("the output is one of these")
+    grammar: _Text | None = optional("a context-free grammar, in Lark's or GBNF's notation")
+    json_object: bool | None = optional("any JSON object")
     structural_tag: Annotated[dict[str, Any] | str | None, or_else("a structural tag, as an object or as text")] = (
-        Field(None, description="as in response_format, or its text")
+        optional("as in response_format, or its text")
     )
-    whitespace_pattern: str | None = Field(
-        None,
-        description="regular expression of the white space between JSON's tokens (one blank, or a line's end and "
-        "an indentation)",
+    whitespace_pattern: str | None = optional(
+        "regular expression of the white space between JSON's tokens (one blank, or a line's end and an indentation)"
     )
-    disable_any_whitespace: bool | None = Field(None, description="JSON without white space")
-    disable_additional_properties: bool | None = Field(
-        None, description="objects have no other properties than those of the schema, where it does not say so"
+    disable_any_whitespace: bool | None = optional("JSON without white space")
+    disable_additional_properties: bool | None = optional(
+        "objects have no other properties than those of the schema, where it does not say so"
     )

@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serving.api.schema.body import optional
+
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARACTERS = 256
 
 FunctionName = Annotated[
-    str,
-    Field(min_length=1, max_length=MAX_TOOL_NAME_CHARACTERS, pattern=r"^[\w.:/-]+$", description="no white space"),
+    str, Field(min_length=1, max_length=MAX_TOOL_NAME_CHARACTERS, pattern=r"^[\w.:/-]+$", description="no white space")
 ]
 
 
@@ -26,8 +27,8 @@ class FunctionDefinition(_Tool):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; none for no parameters")
-    strict: bool | None = Field(None, description="only with a tool_choice that forces the call it is enforced")
+    parameters: dict[str, Any] | None = optional("JSON schema of an object; none for no parameters")
+    strict: bool | None = optional("only with a tool_choice that forces the call it is enforced")
 
 
 class Tool(_Tool):

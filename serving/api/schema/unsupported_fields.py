@@ -64,6 +64,7 @@ _FUNCTIONS = "it is an older form; use tools and tool_choice, or set function_ca
 _CHAT_ONLY = "only a chat has it; use /v1/chat/completions"
 _KWARGS = "pass it in chat_template_kwargs"
 
+_OTHER_MEDIA = dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), Refused(_TEXT_ONLY, _OBJECT))
 # Fields of OpenAI and vLLM, which are listed in /openapi.json; then SGLang's and older ones, which are not listed.
 _GENERATION: Mapping[str, Refused] = {
     "use_beam_search": Refused(_BEAMS, _FLAG),
@@ -79,25 +80,21 @@ _GENERATION: Mapping[str, Refused] = {
     "suffix": Refused("the model only continues text", _TEXT),
     "prompt_embeds": Refused("send text or token ids as prompt", _LIST),
     "cache_salt": Refused("all requests share the prefix cache; serve with --no-enable-prefix-caching instead"),
-    "kv_transfer_params": Refused(_ELSEWHERE, _OBJECT),
-    "ec_transfer_params": Refused(_ELSEWHERE, _OBJECT),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), Refused(_ELSEWHERE, _OBJECT)),
     "thinking_token_budget": Refused("thinking has no limit of its own; use max_tokens", (-1,)),
     "routed_experts_prompt_start": Refused(_NOT_TOLD, (0,)),
     "return_prompt_text": Refused("/detokenize gives the text of token ids", _FLAG),
-    "mm_processor_kwargs": Refused(_TEXT_ONLY, _OBJECT),
-    "media_io_kwargs": Refused(_TEXT_ONLY, _OBJECT),
+    **_OTHER_MEDIA,
 }
 _OTHER_GENERATION: Mapping[str, Refused] = {
     "guided_json": Refused(_FORM.format("json")),
-    "guided_regex": Refused(_FORM.format("regex"), _TEXT),
+    **dict.fromkeys(("guided_regex", "regex"), Refused(_FORM.format("regex"), _TEXT)),
     "guided_choice": Refused(_FORM.format("choice"), _LIST),
-    "guided_grammar": Refused(_FORM.format("grammar"), _TEXT),
+    **dict.fromkeys(("guided_grammar", "ebnf"), Refused(_FORM.format("grammar"), _TEXT)),
     "guided_json_object": Refused(_FORM.format("json_object"), _FLAG),
     "guided_whitespace_pattern": Refused(_FORM.format("whitespace_pattern"), _TEXT),
     "guided_decoding_backend": Refused("llguidance alone enforces output formats", _TEXT),
     "json_schema": Refused(_FORM.format("json"), _TEXT),
-    "regex": Refused(_FORM.format("regex"), _TEXT),
-    "ebnf": Refused(_FORM.format("grammar"), _TEXT),
     "structural_tag": Refused(_FORM.format("structural_tag"), _TEXT),
     "custom_logit_processor": Refused(_PROCESSORS, _TEXT),
     "custom_params": Refused(_PROCESSORS, _OBJECT),
@@ -132,9 +129,7 @@ _OTHER_CONVERSATION: Mapping[str, Refused] = {
     "task": Refused("put what the model should do into a message", _TEXT),
 }
 
-_CALLS: Mapping[str, Refused] = {
-    "function_call": Refused(_FUNCTIONS, ("none", "auto")),
-}
+_CALLS: Mapping[str, Refused] = {"function_call": Refused(_FUNCTIONS, ("none", "auto"))}
 _OF_CHATS = {**_CONVERSATION, **_OTHER_CONVERSATION, **_CALLS}
 _NO_CHAT: Mapping[str, Refused] = {
     "messages": Refused("use /v1/chat/completions, which answers conversations", _LIST, described=False),
@@ -170,8 +165,7 @@ CHAT: Mapping[str, Refused] = {
 TOKENIZE: Mapping[str, Refused] = {
     **_CONVERSATION,
     **_OTHER_CONVERSATION,
-    "mm_processor_kwargs": Refused(_TEXT_ONLY, _OBJECT),
-    "media_io_kwargs": Refused(_TEXT_ONLY, _OBJECT),
+    **_OTHER_MEDIA,
     "truncate_prompt_tokens": Refused("all tokens are returned"),
 }
 
@@ -206,14 +200,10 @@ def check_fields(data: Mapping[Any, Any], known: Collection[str], refused: Mappi
         PydanticCustomError: a field is not supported.
     """
     for name, value in data.items():
-        if name in known:
-            continue
         rule = refused.get(name)
-        if rule is None or not rule.asks(value):
-            if rule is None:
-                log_unused(f"{place}{name}")
+        if name in known or (rule is not None and not rule.asks(value)):
             continue
-        if rule.unless is None or not _same(data.get(rule.unless[0]), rule.unless[1]):
+        if rule is not None and (rule.unless is None or not _same(data.get(rule.unless[0]), rule.unless[1])):
             about = {"param": name, "why": rule.why, "value": shown(value)}
             raise PydanticCustomError(UNSUPPORTED, _NOT_SUPPORTED, about)
         log_unused(f"{place}{name}")

@@ -11,6 +11,8 @@ low block in place of spaces:
 
 from __future__ import annotations
 
+from functools import partial
+
 from serving.turns.json_calls import read_arguments
 from serving.turns.marked import MarkedTurn
 from serving.turns.reading import Reading
@@ -24,16 +26,6 @@ def _mark(name: str) -> str:
 SEPARATOR = _mark("tool sep")
 SECTION = Section(*map(_mark, ("tool calls begin", "tool calls end", "tool call begin", "tool call end")))
 MARKS = (*SECTION.marks, SEPARATOR)
-
-
-def read_v3(turn: MarkedTurn) -> Reading[None]:
-    """Read content and calls of DeepSeek-V3."""
-    yield from SECTION.read(turn, _call_v3)
-
-
-def read_v31(turn: MarkedTurn) -> Reading[None]:
-    """Read content and calls of DeepSeek-V3.1."""
-    yield from SECTION.read(turn, _call_v31)
 
 
 def _call_v3(turn: MarkedTurn) -> Reading[None]:
@@ -55,3 +47,7 @@ def _call_v31(turn: MarkedTurn) -> Reading[None]:
     yield from text.space()
     turn.call(name)
     yield from read_arguments(turn)
+
+
+read_v3, read_v31 = (partial(SECTION.read, call=call) for call in (_call_v3, _call_v31))
+"""Read content and calls of DeepSeek-V3, and of V3.1."""

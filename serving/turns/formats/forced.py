@@ -6,8 +6,6 @@ named       {"city": "Paris"}
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from serving.turns.json_calls import read_arguments, read_calls
 from serving.turns.marked import MarkedTurn
 from serving.turns.reading import Reading
@@ -21,16 +19,12 @@ def read_required(turn: MarkedTurn) -> Reading[None]:
     yield from turn.prose((), turn.content)
 
 
-def read_named(name: str) -> Callable[[MarkedTurn], Reading[None]]:
-    """What reads the arguments of a call of this function; what follows is content."""
-
-    def read(turn: MarkedTurn) -> Reading[None]:
-        turn.content((yield from turn.text.space()))
-        if turn.text.rest:
-            yield from turn.attempt(_call(turn, name), "")
-        yield from turn.prose((), turn.content)
-
-    return read
+def read_named(turn: MarkedTurn, name: str) -> Reading[None]:
+    """Read the arguments of a call of this function; what follows is content."""
+    turn.content((yield from turn.text.space()))
+    if turn.text.rest:
+        yield from turn.attempt(_call(turn, name), "")
+    yield from turn.prose((), turn.content)
 
 
 def _call(turn: MarkedTurn, name: str) -> Reading[None]:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from serving.turns.json_calls import read_arguments
 from serving.turns.marked import MarkedTurn
 from serving.turns.reading import Reading
@@ -23,11 +25,6 @@ def make_id(name: str, place: int) -> str:
     return f"functions.{name}:{place}"
 
 
-def read(turn: MarkedTurn) -> Reading[None]:
-    """Read content and calls."""
-    yield from SECTION.read(turn, _call)
-
-
 def _call(turn: MarkedTurn) -> Reading[None]:
     text = turn.text
     call_id, _ = yield from text.up_to(ARGUMENTS)
@@ -36,3 +33,7 @@ def _call(turn: MarkedTurn) -> Reading[None]:
     yield from text.space()
     turn.call(name, call_id)
     yield from read_arguments(turn)
+
+
+read = partial(SECTION.read, call=_call)
+"""Read content and calls."""

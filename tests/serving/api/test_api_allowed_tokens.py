@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_runner import RequestError, TokenIds
-from serving.api import allowed_tokens
 from serving.api.long_work import SHORT_BYTES
 from serving.text.bad_words import bad_token_sequences
 
@@ -91,12 +90,3 @@ def test_what_is_left_out_does_not_count() -> None:
     with pytest.raises(RequestError, match=r"^bad_words has 'aé', whose token 233 the model does not have") as wrong:
         bad_token_sequences(Letters(), ["b", "aé"], 200)  # type: ignore[arg-type]
     assert wrong.value.param == "bad_words"
-
-
-def test_long_lists_are_for_few_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allowed_tokens, "MAX_ALLOWED_OF_ALL", 12)
-    engine = FakeEngine()
-    body = {"allowed_token_ids": [1, 2, 3], "n": 2, "max_tokens": 1}
-    assert post(engine, COMPLETIONS, {**body, "prompt": ["a", "b"]}).status_code == 200
-    assert post(engine, COMPLETIONS, {**body, "prompt": ["a", "b", "c"]}).status_code == 400
-    assert post(engine, CHAT, {**ASKS[CHAT], **body, "n": 5}).status_code == 400

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from api_clients import CHAT, COMPLETIONS, JSON, app_of, call, complete, post, serving, tokenizer
-from fake_engine import FakeEngine
+from api_bodies import refused
+from api_clients import CHAT, COMPLETIONS, JSON, app_of, call, complete, serving, tokenizer
+from fake_engine import FakeEngine, FakeInfo
 from pydantic import ValidationError
 
 from serving.api import prompts
@@ -53,29 +55,32 @@ def test_a_body_of_unknown_length_may_be_without_end(path: str, monkeypatch: pyt
     assert response.status_code == 413
 
 
-def test_a_client_that_reads_when_all_is_sent_gets_the_answer() -> None:
-    with serving(app_of(FakeEngine(), max_request_bytes=LIMIT)) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: 20000000\r\n"
-            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
-            connection.sendall(b" " * 20_000_000)
-            assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
-
-
-@pytest.mark.parametrize("length", ["Content-Length: 100000000", "Transfer-Encoding: chunked"])
-def test_the_connection_is_closed_at_the_limit(length: str) -> None:
-    """Over a network: the answer comes though the client has sent no more than what passes the limit."""
+@contextmanager
+def posting(length: str) -> Iterator[socket.socket]:
+    """A connection to a server, after the head of a completion with this header."""
     with serving(app_of(FakeEngine(), max_request_bytes=LIMIT)) as address:
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\n{length}\r\n".encode())
             connection.sendall(b"Content-Type: application/json\r\n\r\n")
-            if "chunked" in length:
-                connection.sendall(b"1771\r\n" + b" " * 6001 + b"\r\n")
-            answer = b""
-            while received := connection.recv(65536):
-                answer += received
+            yield connection
+
+
+def test_a_client_that_reads_when_all_is_sent_gets_the_answer() -> None:
+    with posting("Content-Length: 20000000") as connection:
+        connection.sendall(b" " * 20_000_000)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 100000000", "Transfer-Encoding: chunked"])
+def test_the_connection_is_closed_at_the_limit(length: str) -> None:
+    """Over a network: the answer comes though the client has sent no more than what passes the limit."""
+    with posting(length) as connection:
+        if "chunked" in length:
+            connection.sendall(b"1771\r\n" + b" " * 6001 + b"\r\n")
+        answer = b""
+        while received := connection.recv(65536):
+            answer += received
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_large"
 
@@ -96,27 +101,20 @@ def test_the_key_comes_before_the_body() -> None:
     ],
 )
 def test_outputs_of_a_body_are_limited(body: dict[str, Any], param: str) -> None:
-    engine = FakeEngine()
-    app = app_of(engine, max_outputs_per_request=4)
-    response = post(app, CHAT if "messages" in body else COMPLETIONS, body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    assert "at most 4" in response.json()["error"]["message"]
-    assert not engine.requests
+    app = app_of(FakeEngine(), max_outputs_per_request=4)
+    error = refused(app, CHAT if "messages" in body else COMPLETIONS, body)
+    assert error["param"] == param
+    assert "at most 4" in error["message"]
     assert len(complete(app, {"prompt": ["a", "b"], "n": 2, "max_tokens": 1})["choices"]) == 4
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_text_that_cannot_fit_is_not_tokenized(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine()
-    limit = engine.info.max_model_len * Vocabulary.of(tokenizer()).longest
-    text = "a" * (limit + 1)
+    text = "a" * (FakeInfo().max_model_len * Vocabulary.of(tokenizer()).longest + 1)
     monkeypatch.delattr(prompts, "encode")
-    response = post(
-        engine, path, {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert response.json()["error"]["param"] == ("prompt" if path == COMPLETIONS else "messages")
+    param, value = ("prompt", text) if path == COMPLETIONS else ("messages", [{"role": "user", "content": text}])
+    error = refused(FakeEngine(), path, {param: value})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
 def test_the_longest_token_bounds_the_text() -> None:

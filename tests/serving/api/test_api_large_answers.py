@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import fake_engine
 import pytest
+from api_bodies import refused
 from api_clients import app_of, client_of, complete, events_of, post
 from fake_engine import FakeEngine, FakeInfo
 
@@ -35,13 +37,9 @@ MESSAGES = [{"role": "user", "content": "a"}]
     ],
 )
 def test_too_many_are_refused_before_anything_runs(path: str, asked: dict[str, Any]) -> None:
-    engine = FakeEngine(info=LONG)
-    response = post(engine, f"/v1/{path}", asked)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
+    error = refused(FakeEngine(info=LONG), f"/v1/{path}", asked)
     assert f"at most {MAX_LOGPROBS} are returned. Ask for fewer" in error["message"]
     assert error["param"] == ("prompt_logprobs" if "prompt_logprobs" in asked else "logprobs")
-    assert not engine.requests
 
 
 def test_what_is_not_told_at_once_does_not_count() -> None:
@@ -84,18 +82,16 @@ def test_a_prompt_is_scored_once_for_all_of_its_outputs(stream: bool) -> None:
 
 def test_large_answers_are_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
-    write, whole = answers.prompt_logprobs, completions.CompletionAnswer._whole
 
-    def write_there(*given: Any) -> Any:
-        threads.add(threading.current_thread().name)
-        return write(*given)
+    def noted(write: Callable[..., Any]) -> Callable[..., Any]:
+        def there(*given: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return write(*given)
 
-    def whole_there(*given: Any) -> Any:
-        threads.add(threading.current_thread().name)
-        return whole(*given)
+        return there
 
-    monkeypatch.setattr(answers, "prompt_logprobs", write_there)
-    monkeypatch.setattr(completions.CompletionAnswer, "_whole", whole_there)
+    for where, name in ((answers, "prompt_logprobs"), (completions.CompletionAnswer, "_whole")):
+        monkeypatch.setattr(where, name, noted(getattr(where, name)))
     complete(FakeEngine(), {"prompt_logprobs": 2})
     assert threads
     assert threading.main_thread().name not in threads

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import pytest
+from api_bodies import Exchange
 from api_clients import app_of, client_of
 from fake_engine import FakeEngine
 
@@ -155,15 +155,13 @@ def test_draining_ends_what_runs_and_what_waits(gate: Gate) -> None:
     asyncio.run(run())
 
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
 TEXT = "a" * SHORT_BYTES
-BODY = {"prompt": TEXT, "messages": [{"role": "user", "content": TEXT}]}
-
-
-def body_of(path: str) -> dict[str, Any]:
-    if path == "/v1/responses":
-        return {"input": TEXT}
-    return {name: value for name, value in BODY.items() if (name == "messages") == ("chat" in path)}
+PATHS: Mapping[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": TEXT},
+    "/tokenize": {"prompt": TEXT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
+    "/v1/responses": {"input": TEXT},
+}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -175,7 +173,7 @@ def test_the_server_answers_and_drains_while_a_prompt_is_tokenized(
 
     async def run() -> None:
         async with client_of(app) as client, asyncio.timeout(30):
-            answer = asyncio.create_task(client.post(path, json=body_of(path)))
+            answer = asyncio.create_task(client.post(path, json=PATHS[path]))
             await until(lambda: gate.begun)
             assert (await client.get("/health")).status_code == 200
             app.state.service.draining = True
@@ -193,24 +191,10 @@ def test_a_client_that_leaves_ends_the_wait(path: str, gate: Gate, monkeypatch: 
     monkeypatch.setattr(type(app.state.service.tokenizer), "encode", gate)
 
     async def run() -> None:
-        left = asyncio.Event()
-        messages = iter([{"type": "http.request", "body": json.dumps(body_of(path)).encode()}])
-
-        async def receive() -> dict[str, Any]:
-            for message in messages:
-                return message
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None: ...
-
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-        call = asyncio.create_task(app({**scope, "raw_path": path.encode(), "http_version": "1.1"}, receive, send))
+        exchange = Exchange(app, path, PATHS[path])
         await until(lambda: gate.begun)
-        left.set()
         async with asyncio.timeout(5):
-            await call
+            await exchange.leave()
         assert not engine.requests
 
     asyncio.run(run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from api_bodies import refused
 from api_clients import CHAT, COMPLETIONS, app_with, chat, complete, post, says, stream, token_ids, tokenizer
 from fake_engine import FakeEngine
 
@@ -42,8 +43,7 @@ def test_a_prompt_is_cut(asked: dict[str, Any], kept: slice) -> None:
 @pytest.mark.parametrize(("max_tokens", "left"), [(None, 16), (100, 100)])
 def test_a_prompt_is_cut_to_what_leaves_room(max_tokens: int | None, left: int) -> None:
     engine = FakeEngine()
-    body = {"prompt": [5] * 3000, "truncate_prompt_tokens": -1, "max_tokens": max_tokens}
-    complete(engine, body)
+    complete(engine, {"prompt": [5] * 3000, "truncate_prompt_tokens": -1, "max_tokens": max_tokens})
     assert len(engine.requests[0].token_ids) == 1024 - left
     assert engine.requests[0].params.max_tokens == left
 
@@ -61,11 +61,9 @@ def test_a_conversation_is_cut_to_what_leaves_room() -> None:
 def test_what_is_still_too_long_is_refused(path: str, param: str) -> None:
     long = "ab " * 3000
     body = {param: long if path == COMPLETIONS else [{"role": "user", "content": long}], "max_tokens": 30}
-    for most, status in ((1000, 400), (994, 200)):
-        response = post(FakeEngine(reply=says("a")), path, {**body, "truncate_prompt_tokens": most})
-        assert response.status_code == status
-    response = post(FakeEngine(), path, {**body, "truncate_prompt_tokens": 1000})
-    assert (response.json()["error"]["code"], response.json()["error"]["param"]) == ("context_length_exceeded", param)
+    assert post(FakeEngine(reply=says("a")), path, {**body, "truncate_prompt_tokens": 994}).status_code == 200
+    error = refused(FakeEngine(), path, {**body, "truncate_prompt_tokens": 1000})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
 def test_so_much_text_is_tokenized_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +74,7 @@ def test_so_much_text_is_tokenized_to_be_cut(monkeypatch: pytest.MonkeyPatch) ->
     text = "ab " * (COUNTED_CHARACTERS // 3)
     complete(engine, {"prompt": text, **cut})
     assert token_ids(engine.requests[0]) == tokenizer().encode(text[-300:])[-5:]
-    response = post(engine, COMPLETIONS, {"prompt": text + "abcd", **cut})
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert refused(engine, COMPLETIONS, {"prompt": text + "abcd", **cut})["code"] == "context_length_exceeded"
 
 
 def test_a_cut_prompt_is_echoed_as_it_was_cut() -> None:
@@ -169,8 +166,6 @@ def test_the_last_message_is_continued() -> None:
     answer = chat(engine, {"messages": HALF, "continue_final_message": True})
     assert tokenizer().decode(token_ids(engine.requests[0])) == "Hi\nSo, "
     assert answer["choices"][0]["message"]["content"] == "fine."
-    answer = chat(engine, {"messages": HALF, "continue_final_message": True, "echo": True})
-    assert answer["choices"][0]["message"]["content"] == "So, fine."
     told = post(engine, "/tokenize", {"messages": HALF, "continue_final_message": True}).json()["tokens"]
     assert told == token_ids(engine.requests[0])
 
@@ -219,8 +214,6 @@ def test_reasoning_effort_goes_to_the_template() -> None:
         engine = FakeEngine()
         chat(app_with("{{ reasoning_effort }} {{ enable_thinking }}", engine), {"max_tokens": 1, **asked})
         assert tokenizer().decode(token_ids(engine.requests[0])) == text
-    response = post(FakeEngine(), CHAT, {"messages": HALF, "reasoning_effort": "enormous"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")
 
 
 @pytest.mark.parametrize("number", [5, 5.0])

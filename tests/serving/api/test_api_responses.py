@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from api_bodies import RESPONSES, refused
 from api_clients import MODEL, Recorder, app_of, app_with, call, post, says, tokenizer
 from fake_engine import FakeEngine, FakeInfo
 
-from serving.api.schema.response_models import ErrorBody
+from serving.api.schema.response_models import ErrorDetail
 from serving.api.schema.responses_models import ModelResponse, ResponseEvent
 from serving.requests import EngineDead
 from serving.turns import TurnSettings
 
-RESPONSES = "/v1/responses"
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content %}{{ m.content }}{% endif %}"
@@ -113,13 +113,11 @@ def test_logprobs() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_many_logprobs(stream: bool) -> None:
     """A stream's last events repeat all of them, so that they count as in a whole answer."""
-    engine = FakeEngine(info=FakeInfo(max_model_len=500_000))
     body = {"input": "a", "stream": stream, **LOGPROBS, "max_output_tokens": 400_000}
-    error = post(engine, RESPONSES, body).json()["error"]
+    error = refused(FakeEngine(info=FakeInfo(max_model_len=500_000)), RESPONSES, body)
     assert error["param"] == "top_logprobs"
     assert "at most 1000000 are returned" in error["message"]
     assert "set max_output_tokens lower" in error["message"]
-    assert not engine.requests
 
 
 def test_an_agents_second_turn_is_the_chats_prompt() -> None:
@@ -155,8 +153,7 @@ def test_an_agents_second_turn_is_the_chats_prompt() -> None:
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "description": "adds", "strict": True}
 CALLED = '<think>\nSo</think>\n\nWell.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
+REQUIRED = '[{"name": "add", "parameters": {"a": 1}}]'
 JSON_SCHEMA = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
 
 
@@ -190,13 +187,12 @@ def test_reasoning_text_and_a_call() -> None:
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        ("required", '[{"name": "add", "parameters": {"a": 1}}]'),
+        ("required", REQUIRED),
         ({"type": "function", "name": "add"}, '{"a": 1}'),
-        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}, ""),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}, REQUIRED),
     ],
 )
 def test_a_call_that_is_forced(choice: Any, said: str) -> None:
-    said = said or '[{"name": "add", "parameters": {"a": 1}}]'
     app = calling(said)
     body = {"tools": [TOOL], "tool_choice": choice}
     (call,) = respond(app, body)["output"]
@@ -224,9 +220,7 @@ def test_a_call_that_is_forced(choice: Any, said: str) -> None:
     ],
 )
 def test_a_form_that_cannot_be_enforced(given: dict[str, Any], param: str, reason: str) -> None:
-    response = post(FakeEngine(), RESPONSES, {"input": "a", **given})
-    assert response.status_code == 400
-    error = response.json()["error"]
+    error = refused(FakeEngine(), RESPONSES, {"input": "a", **given})
     assert error["param"] == param
     assert reason in error["message"]
 
@@ -307,18 +301,14 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused_by_field(param: str, stream: bool) -> None:
     body, reason = REFUSED[param]
-    engine = FakeEngine()
-    response = post(engine, RESPONSES, {"input": "a", "stream": stream, **body})
-    assert response.status_code == 400
-    error = ErrorBody.model_validate_json(response.content).error
-    assert error.param == param
-    assert reason in error.message
-    assert not engine.requests
+    error = refused(FakeEngine(), RESPONSES, {"input": "a", "stream": stream, **body})
+    assert ErrorDetail.model_validate(error).param == param
+    assert reason in error["message"]
 
 
 @pytest.mark.parametrize("body", [{"input": "word " * 2000}, {"input": [MESSAGE], "instructions": "word " * 2000}])
 def test_a_prompt_that_does_not_fit(body: dict[str, Any]) -> None:
-    error = post(FakeEngine(), RESPONSES, body).json()["error"]
+    error = refused(FakeEngine(), RESPONSES, body)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
     engine = FakeEngine()
     respond(engine, {**body, "truncation": "auto", "max_output_tokens": 24})

@@ -11,21 +11,15 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from api_clients import CHAT, COMPLETIONS, Recorder, app_of, call, client_of, post, says
+from api_bodies import BODIES, RESPONSES, Exchange
+from api_clients import COMPLETIONS, Recorder, app_of, call, client_of, post, says
 from fake_engine import CrowdedEngine, FakeEngine
-from fastapi import FastAPI
 
 from serving.api.service import Service
 from serving.api.sse import COMMENT
 from serving.engine.restarts import Pause
 from serving.requests import EngineDead, EngineRestarting, PoisonousRequest
 
-RESPONSES = "/v1/responses"
-BODIES: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "a", "max_tokens": 3},
-    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
-    RESPONSES: {"input": "a", "max_output_tokens": 3},
-}
 KILLED = "rank 1 was killed by SIGKILL."
 TICK_S = 0.001
 T = TypeVar("T")
@@ -45,45 +39,11 @@ def within_limit(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(run())
 
 
-class Exchange:
-    """One call of an application, whose answer is read while it is written. Made on a running loop."""
-
-    def __init__(self, app: FastAPI, path: str, **body: Any) -> None:
-        self._body: bytes | None = json.dumps({**BODIES[path], **body}).encode()
-        self._sent: asyncio.Queue[Any] = asyncio.Queue()
-        self._left = asyncio.Event()
-        headers = [(b"content-type", b"application/json"), (b"host", b"test")]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-        self.running = asyncio.create_task(app(scope, self._receive, self._sent.put))
-
-    async def _receive(self) -> Any:
-        if self._body is None:
-            await self._left.wait()
-            return {"type": "http.disconnect"}
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def status(self) -> int:
-        """Wait for the answer's status."""
-        status: int = (await self._sent.get())["status"]
-        return status
-
-    async def part(self) -> bytes:
-        """Wait for the next part of the answer; empty at its end."""
-        data: bytes = (await self._sent.get())["body"]
-        return data
-
-    async def rest(self) -> bytes:
-        """All parts up to the end."""
-        parts = [await self.part()]
-        while parts[-1]:
-            parts.append(await self.part())
-        return b"".join(parts)
-
-    async def leave(self) -> None:
-        """Close the connection, and wait until that was noticed."""
-        self._left.set()
-        await self.running
+async def streaming(engine: FakeEngine, path: str, **options: Any) -> Exchange:
+    """A stream that has begun."""
+    exchange = Exchange(app_of(engine, **options), path, {**BODIES[path], "stream": True})
+    assert await exchange.status() == 200
+    return exchange
 
 
 # -- who watches ---------------------------------------------------------------------------------------------------
@@ -94,12 +54,12 @@ def test_a_pause_is_no_reason_to_kill_the_server_but_to_send_requests_elsewhere(
     app = app_of(engine)
     ready = (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"))
 
-    def seen() -> set[tuple[int, str | None]]:
+    def seen() -> set[tuple[int, str]]:
         answers = [call(app, *each) for each in ready]
-        return {(each.status_code, each.json().get("error", {}).get("code")) for each in answers}
+        return {(each.status_code, each.json().get("status") or each.json()["error"]["code"]) for each in answers}
 
     assert call(app, "GET", "/live").json() == {"status": "ok"}
-    assert seen() == {(200, None)}
+    assert seen() == {(200, "ok")}
     engine.pause = paused()
     assert call(app, "GET", "/live").json() == {"status": "ok"}
     assert seen() == {(503, "engine_restarting")}
@@ -137,7 +97,7 @@ def test_live_needs_no_key_and_is_described() -> None:
 def test_a_new_request_waits_and_is_served(path: str, stream: bool) -> None:
     async def scenario() -> bytes:
         engine = FakeEngine(pause=paused(), serves=asyncio.Event())
-        exchange = Exchange(app_of(engine), path, stream=stream)
+        exchange = Exchange(app_of(engine), path, {**BODIES[path], "stream": stream})
         while not engine.alive:
             await asyncio.sleep(0)
         assert engine.serves is not None
@@ -236,8 +196,7 @@ def test_a_stream_that_pauses_gets_comments_and_then_goes_on(path: str) -> None:
     async def scenario() -> tuple[bytes, int]:
         engine = FakeEngine(hold=asyncio.Event(), hold_after=1)
         assert engine.hold is not None
-        exchange = Exchange(app_of(engine, comment_s=TICK_S), path, stream=True)
-        assert await exchange.status() == 200
+        exchange = await streaming(engine, path, comment_s=TICK_S)
         engine.pause = paused()
         got, comments = b"", 0
         while comments < 3:
@@ -251,9 +210,7 @@ def test_a_stream_that_pauses_gets_comments_and_then_goes_on(path: str) -> None:
         return got + rest.replace(COMMENT, b""), rest.count(COMMENT)
 
     async def undisturbed() -> bytes:
-        exchange = Exchange(app_of(FakeEngine()), path, stream=True)
-        assert await exchange.status() == 200
-        return await exchange.rest()
+        return await (await streaming(FakeEngine(), path)).rest()
 
     whole, late = within_limit(scenario())
     assert nameless(whole) == nameless(within_limit(undisturbed()))
@@ -284,8 +241,7 @@ def test_no_stream_gets_comments_while_engines_serve() -> None:
     async def scenario() -> bytes:
         engine = Asked(hold=asyncio.Event(), hold_after=1)
         assert engine.hold is not None
-        exchange = Exchange(app_of(engine, comment_s=TICK_S), COMPLETIONS, stream=True)
-        assert await exchange.status() == 200
+        exchange = await streaming(engine, COMPLETIONS, comment_s=TICK_S)
         before = engine.asked
         while engine.asked < before + 3:
             await asyncio.sleep(0)
@@ -304,7 +260,7 @@ def test_a_client_that_leaves_during_a_pause_is_noticed(path: str, begun: bool) 
         app = app_of(engine, comment_s=TICK_S, observer=recorder)
         if not begun:
             engine.pause, engine.serves = paused(), asyncio.Event()
-        exchange = Exchange(app, path, stream=True)
+        exchange = Exchange(app, path, {**BODIES[path], "stream": True})
         if begun:
             assert await exchange.status() == 200
             engine.pause = paused()
@@ -326,8 +282,7 @@ def test_openais_client_reads_over_comments() -> None:
     async def recorded() -> bytes:
         engine = FakeEngine(hold=asyncio.Event(), hold_after=1)
         assert engine.hold is not None
-        exchange = Exchange(app_of(engine, comment_s=TICK_S), COMPLETIONS, stream=True)
-        assert await exchange.status() == 200
+        exchange = await streaming(engine, COMPLETIONS, comment_s=TICK_S)
         engine.pause, parts = paused(), [b""]
         while parts[-1] != COMMENT:
             parts.append(await exchange.part())

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from api_bodies import BODIES, refused
 from api_clients import (
     MODEL,
     Recorder,
@@ -36,16 +37,7 @@ from serving.api.schema.response_models import (
 from serving.requests import EngineDead
 from ubatch import UBatchError
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-
-
-def body_of(path: str) -> dict[str, Any]:
-    """What a path reads: a prompt, messages, or an input."""
-    if path == "/v1/responses":
-        return {"input": "a", "max_output_tokens": 2}
-    other = "prompt" if "chat" in path else "messages"
-    return {name: value for name, value in BODY.items() if name != other}
+GENERATING = tuple(BODIES)
 
 
 def test_models() -> None:
@@ -64,10 +56,8 @@ def test_models() -> None:
 
 @pytest.mark.parametrize("path", [*GENERATING, "/tokenize", "/detokenize"])
 def test_an_unknown_model_is_404(path: str) -> None:
-    body: dict[str, Any] = {**body_of(path), "tokens": [5], "model": "other"}
-    response = post(FakeEngine(), path, body)
-    assert response.status_code == 404
-    error = response.json()["error"]
+    body = {**BODIES.get(path, {"prompt": "a", "tokens": [5]}), "model": "other"}
+    error = refused(FakeEngine(), path, body, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert MODEL in error["message"]
 
@@ -83,22 +73,16 @@ def test_tokenize_and_detokenize() -> None:
     assert post(FakeEngine(), "/detokenize", {"tokens": []}).json() == {"prompt": ""}
     long = post(FakeEngine(), "/tokenize", {"prompt": "word " * 10_000}).json()
     assert long["count"] == len(tokenizer().encode("word " * 10_000))
-    for path, body in (("tokenize", {}), ("tokenize", BODY), ("detokenize", {"tokens": [9999]})):
+    both = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    for path, body in (("tokenize", {}), ("tokenize", both), ("detokenize", {"tokens": [9999]})):
         assert post(FakeEngine(), f"/{path}", body).status_code == 400
 
 
-def test_health_and_version() -> None:
-    engine = FakeEngine()
-    app = app_of(engine)
-    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
-        assert call(app, method, path).json() == {"status": "ok"}
+def test_a_dead_engine_takes_nothing_and_the_version_is_told() -> None:
+    app = app_of(FakeEngine(dead=EngineDead("rank 1: killed by signal 9")))
     assert call(app, "GET", "/version").json()["version"]
-    engine.dead = EngineDead("rank 1: killed by signal 9")
-    response = call(app, "GET", "/health")
-    assert response.status_code == 503
-    assert "rank 1: killed by signal 9" in response.json()["error"]["message"]
-    for path in GENERATING:
-        assert post(app, path, body_of(path)).status_code == 503
+    for path, body in BODIES.items():
+        assert "rank 1: killed by signal 9" in refused(app, path, body, 503)["message"]
 
 
 def test_profile() -> None:
@@ -167,8 +151,8 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     app = app_of(engine, max_waiting_requests=2)
     for waiting, status in ((1, 200), (2, 503), (3, 503)):
         engine.num_waiting = waiting
-        for path in GENERATING:
-            response = post(app, path, body_of(path))
+        for path, body in BODIES.items():
+            response = post(app, path, body)
             assert response.status_code == status
             assert ("retry-after" in response.headers) == (status == 503)
     assert response.json()["error"]["code"] == "queue_full"
@@ -182,7 +166,7 @@ def test_requests_that_come_together_do_not_pass_the_full_queue(outputs: int, ta
 
     async def burst() -> list[int]:
         engine.hold = asyncio.Event()
-        body = {**body_of(GENERATING[0]), "n": outputs, "stream": streamed}
+        body = {**BODIES[GENERATING[0]], "n": outputs, "stream": streamed}
         async with client_of(app) as client, asyncio.timeout(30):
             posts = [asyncio.create_task(client.post(GENERATING[0], json=body)) for _ in range(several)]
             while sum(sent.done() for sent in posts) < several - taken:
@@ -196,11 +180,8 @@ def test_requests_that_come_together_do_not_pass_the_full_queue(outputs: int, ta
 def test_a_draining_server_takes_nothing_new() -> None:
     app = app_of(FakeEngine())
     app.state.service.draining = True
-    for path in GENERATING:
-        assert post(app, path, body_of(path)).status_code == 503
-    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
-        response = call(app, method, path)
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+    for path, body in BODIES.items():
+        assert refused(app, path, body, 503)["code"] == "shutting_down"
 
 
 @pytest.mark.parametrize(

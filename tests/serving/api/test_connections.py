@@ -28,6 +28,9 @@ from serving.api.http.connections import (
 from serving.api.request_log import RequestLog
 
 GET = b"GET /health HTTP/1.1\r\nHost: here\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": [5]}'
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
 Ask = Callable[..., Coroutine[Any, Any, bytes]]
 
 
@@ -86,9 +89,8 @@ def test_headers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyP
 
 def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_S", 1.0)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    body = b'{"prompt": [5]}'
-    whole = head + b"Content-Length: %d\r\n\r\n" % len(body)
+    head, body = POST + b"Connection: close\r\n", BODY
+    whole = head + LENGTH
     chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
 
     async def scenario(listener: Listener, ask: Ask) -> None:
@@ -105,9 +107,7 @@ def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPa
 def test_a_body_that_drips_has_a_total_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_S", 1.0)
     monkeypatch.setattr(connections, "WHOLE_BODY_S", 2.0)
-    post = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
-    body = b'{"prompt": [5]}'
-    whole = post + b"Content-Length: %d\r\n\r\n" % len(body)
+    body, whole = BODY, POST + LENGTH
     drops = [body[place : place + 1] for place in range(len(body))]
 
     async def scenario(listener: Listener, ask: Ask) -> None:

@@ -21,10 +21,7 @@ TURNS: Mapping[str, tuple[Sequence[TurnDelta], list[str]]] = {
         [TurnDelta(tool_calls=(CALL,)), TurnDelta(tool_calls=(ToolCallDelta(0, arguments="1}"),))],
         ['add:{"a":1}'],
     ),
-    "two calls at once": (
-        [TurnDelta(tool_calls=(CALL, ToolCallDelta(1, "call_b", "now")))],
-        ['add:{"a":', "now:"],
-    ),
+    "two calls at once": ([TurnDelta(tool_calls=(CALL, ToolCallDelta(1, "call_b", "now")))], ['add:{"a":', "now:"]),
     "text around a call": (
         [TurnDelta("a"), TurnDelta(tool_calls=(CALL,)), TurnDelta("b")],
         ["message:a", 'add:{"a":', "message:b"],

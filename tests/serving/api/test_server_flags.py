@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api_bodies import refused
 from api_clients import ASKS, CHAT, COMPLETIONS, app_of, app_with, call, chat, complete, post, stream
 from fake_engine import FakeEngine
-from repository import TINY_MOE
 
-from serving.cli import main
 from serving.generation_config import checkpoint_defaults, request_defaults
 from serving.text.chat_template import read_template
 from ubatch import ConfigError
@@ -33,9 +32,9 @@ def test_so_many_likeliest_tokens_are_told_and_no_more(most: int, path: str, nam
     app = app_of(FakeEngine(), max_logprobs=most)
     body = {**ASKS[path], **beside, "max_tokens": 1}
     assert post(app, path, {**body, name: most}).status_code == 200
-    refused = post(app, path, {**body, name: most + 1})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-    assert f"{name}: {most + 1} likeliest tokens; this server returns at most {most}." in refused.text
+    error = refused(app, path, {**body, name: most + 1})
+    message = f"{name}: {most + 1} likeliest tokens; this server returns at most {most}."
+    assert (error["param"], error["message"]) == (name, message)
 
 
 def test_the_schema_has_the_limit() -> None:
@@ -92,27 +91,6 @@ def test_a_template_is_a_file_or_itself(tmp_path: Path) -> None:
     for given, why in ((tmp_path / "nowhere", "No such file"), (tmp_path, "Is a dir"), (tmp_path / "picture", "UTF-8")):
         with pytest.raises(ConfigError, match=f"--chat-template .* cannot be read: .*{why}"):
             read_template(str(given))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--chat-template", "nowhere"], "--chat-template 'nowhere' cannot be read: No such file or directory"),
-        (["--generation-config", "nowhere"], "--generation-config 'nowhere': there is no generation_config.json"),
-        (["--override-generation-config", '{"heat": 1}'], "has 'heat'; it may have temperature, top_k, top_p, min_p"),
-        (["--override-generation-config", '{"top_p": 7}'], "cannot be used: top_p must be above 0 and at most 1"),
-        (["--override-generation-config", "heat"], "--override-generation-config heat: expected JSON"),
-        (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs [1]: it should be a mapping."),
-        (["--max-logprobs", "1025"], "--max-logprobs 1025: it should be at most 1024"),
-        (["--max-logprobs", "-1"], "--max-logprobs -1: it should be at least 0"),
-        (["--root-path", "a/"], "--root-path a/: it should match pattern"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_at_the_start(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", str(TINY_MOE), *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 # -- the defaults of requests ------------------------------------------------------------------------------------

@@ -50,10 +50,7 @@ def without(params: SamplingParams, output: Sequence[int], seed: int) -> Samplin
     return replace(params, bad_token_sequences=tuple(bad))
 
 
-@given(
-    sequences=st.lists(st.lists(tokens, min_size=1, max_size=4), max_size=8),
-    output=st.lists(tokens, max_size=8),
-)
+@given(sequences=st.lists(st.lists(tokens, min_size=1, max_size=4), max_size=8), output=st.lists(tokens, max_size=8))
 def test_what_would_complete_a_sequence(sequences: list[list[int]], output: list[int]) -> None:
     found = BadSequences(sequences)
     single = {sequence[0] for sequence in sequences if len(sequence) == 1}

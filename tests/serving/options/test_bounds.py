@@ -229,14 +229,8 @@ def fuzz(seed: int, file: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_files_within_little_memory(seed: int, tmp_path: Path) -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}; import test_bounds; test_bounds.limited({seed}, {str(tmp_path)!r})"
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    words = [sys.executable, "-c", code]
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 

@@ -39,19 +39,7 @@ def test_what_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys: pytes
 
 
 def test_other_machines_say_that_machine_0_writes_it(tmp_path: Path) -> None:
-    words = [
-        "-dp",
-        "2",
-        "-ep",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--master-addr",
-        "10.0.0.1",
-        "--master-port",
-        "29500",
-    ]
+    nodes = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500")
     there = tmp_path / "only on machine 0" / "loads.npy"
-    command = read_serve_command("ubatch serve", "", [TINY, *words, "--expert-load-out", str(there)])
+    command = read_serve_command("ubatch serve", "", [TINY, "-dp", "2", "-ep", *nodes, "--expert-load-out", str(there)])
     assert any(note.startswith("--expert-load-out without the client: machine 0") for note in notes(command.settings))

@@ -115,21 +115,6 @@ def test_redundant_experts_beyond_all_on_every_rank_are_refused() -> None:
         options_of(eplb_config={"num_redundant_experts": 9})
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("eplb-rebalance-num-iterations", "--eplb-config.step_interval"),
-        ("expert-distribution-recorder-buffer-size", "--eplb-config.window_size"),
-        ("eplb-min-rebalancing-utilization-threshold", "--eplb-config.balancedness_fall"),
-        ("eplb-rebalance-layers-per-chunk", "--eplb-config.move_bytes_per_step"),
-        ("expert-distribution-recorder-mode", "--expert-load-out"),
-    ],
-)
-def test_sglangs_flags_name_ours(name: str, ours: str) -> None:
-    with pytest.raises(ConfigError, match=ours):
-        by_words(f"--{name}", "1")
-
-
 def test_nodes_agree_on_the_placement(tmp_path: Path) -> None:
     """By its content: the file may lie elsewhere on each node."""
     own, other = (write(tmp_path / name, TURNED) for name in ("a.yaml", "b.json"))

@@ -7,7 +7,6 @@ from engine_mains import tiny
 from repository import TINY_MOE
 
 from serving import generate
-from serving.cli import main
 from serving.engine.offline import make_offline_engine
 from serving.engine.options import RestartLimits
 from serving.offline.options import resolve_options
@@ -31,23 +30,6 @@ def test_a_server_starts_its_engines_again_and_scripts_do_not() -> None:
     in_script = {"max_engine_restarts": 2, "engine_restart_window_s": 30.0, "resume_timeout_s": 5.0}
     for options, limits in (({}, RestartLimits()), (in_script, RestartLimits(2, 30.0, 5.0))):
         assert to_engine_options(resolve_options(TINY, options)[0]).restarts == limits
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (("--max-engine-restarts", "-1"), "--max-engine-restarts -1: it should be at least 0"),
-        (("--max-engine-restarts", "1.5"), "--max-engine-restarts: expected an integer"),
-        (("--engine-restart-window-s", "0"), "--engine-restart-window-s 0: it should be greater than 0"),
-        (("--engine-restart-window-s", "inf"), "--engine-restart-window-s inf: it should be a finite number"),
-        (("--resume-timeout-s", "-1"), "--resume-timeout-s -1: it should be at least 0"),
-        (("--resume-timeout-s", "nan"), "--resume-timeout-s nan: it should be a finite number"),
-        (("--enable-fault-tolerance",), "--enable-fault-tolerance; use --max-engine-restarts"),
-    ],
-)
-def test_wrong_values_are_refused(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", TINY, *words]) == 2
-    assert why in capsys.readouterr().err
 
 
 def test_times_without_restarts_are_told() -> None:

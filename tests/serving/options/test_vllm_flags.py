@@ -7,7 +7,6 @@ import re
 import pytest
 from repository import ROOT
 
-from serving.cli import main
 from serving.options import SERVE, read_layers
 from serving.options.command_line import _hint
 from serving.options.flags.foreign import FOREIGN
@@ -60,26 +59,6 @@ def test_no_row_is_a_flag_of_ours_and_none_is_in_two_tables() -> None:
     assert set(names) & {*SERVE.flags, *SERVE.settings} == set()
     assert set(names) & ALIASES.keys() <= {"named_model"}
     assert LATER.isdisjoint(names)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--uvicorn-log-level", "info"], "unknown flag --uvicorn-log-level; use --log-level."),
-        (["-O3"], "unknown flag -O3; use --cudagraph-mode; nothing else is compiled."),
-        (["--speculative_config.method", "ngram"], "unknown flag --speculative-config.method; use --speculative-algor"),
-        (["--no-async-scheduling"], "unknown flag --no-async-scheduling; use --no-overlap-schedule."),
-        (["--no-disable-log-requests"], "use --enable-log-requests."),
-        (["--disable-log-stats"], "unknown flag --disable-log-stats: leave it out, statistics are not logged, and "),
-        (["--enable-lora"], "unknown flag --enable-lora: it is not offered, there are no LoRA adapters; merge the ad"),
-        (["--ssl-keyfile", "x"], "it is not offered, TLS is a proxy's; put one such as nginx or Caddy in front"),
-    ],
-)
-def test_a_refusal_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "nowhere", *words]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert line in told
 
 
 def test_short_forms_are_vllms() -> None:

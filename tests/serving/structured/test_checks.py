@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,15 @@ def grammars() -> GrammarChecks:
     return GrammarChecks(lambda: TOKENIZER)
 
 
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What every trial waits for; no grammar is tried."""
+    gate = threading.Event()
+    monkeypatch.setattr(checks._Trial, "fault", lambda *about: None if gate.wait(60) else "the gate is closed")
+    yield gate
+    gate.set()
+
+
 def asked(**form: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**form)
 
@@ -55,6 +65,13 @@ def references(count: int) -> dict[str, Any]:
     return {"$defs": {**defs, f"d{count}": {}}, "$ref": "#/$defs/d0"}
 
 
+CONST = {"type": "const_string", "value": "x"}
+
+
+def repeated(content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "repeat", "min": 0, "max": 1000, "content": content}
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "crashes": {"grammar": chain(12_000)},
     "takes hours": {"json": doubling(30)},
@@ -68,21 +85,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "has huge bounds": {"regex": "a{1000000}"},
     "has bounds of bounds": {"regex": "((a{1000}){1000}){1000}"},
     "has no end": {"grammar": 'start: "a" start'},
-    "repeats within repeats": {
-        "structural_tag": {
-            "format": {
-                "type": "repeat",
-                "min": 0,
-                "max": 1000,
-                "content": {
-                    "type": "repeat",
-                    "min": 0,
-                    "max": 1000,
-                    "content": {"type": "star", "content": {"type": "const_string", "value": "x"}},
-                },
-            }
-        }
-    },
+    "repeats within repeats": {"structural_tag": {"format": repeated(repeated({"type": "star", "content": CONST}))}},
     "is empty": {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
     "never ends": {"grammar": "start: x\nx: y\ny: x"},
     "refers to itself": {"json": {"$ref": "#"}},
@@ -100,10 +103,7 @@ FINE: dict[str, dict[str, Any]] = {
             "format": {
                 "type": "triggered_tags",
                 "triggers": ["ab", "b"],
-                "tags": [
-                    {"type": "tag", "begin": begin, "content": {"type": "const_string", "value": "x"}, "end": "e"}
-                    for begin in ("ab=", "b=")
-                ],
+                "tags": [{"type": "tag", "begin": begin, "content": CONST, "end": "e"} for begin in ("ab=", "b=")],
             }
         }
     },
@@ -167,10 +167,10 @@ def test_a_process_that_ends_is_started_again(grammars: GrammarChecks) -> None:
         assert grammars.grammar_now(asked(regex=f"started again{number}"))
 
 
-def test_the_loop_goes_on_and_the_queue_is_bounded(grammars: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
+def test_the_loop_goes_on_and_the_queue_is_bounded(
+    grammars: GrammarChecks, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "MAX_WAITING", 3)
-    monkeypatch.setattr(checks._Trial, "fault", lambda *about: None if gate.wait(60) else "the gate is closed")
 
     async def run() -> list[str]:
         waiting = [asyncio.create_task(grammars.grammar(asked(regex=f"waits{number}"))) for number in range(3)]
@@ -184,10 +184,11 @@ def test_the_loop_goes_on_and_the_queue_is_bounded(grammars: GrammarChecks, monk
     assert asyncio.run(run()) == [grammar_text(asked(regex=f"waits{number}")) for number in range(3)]
 
 
-def test_equal_ones_take_one_place(grammars: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, form = threading.Event(), {"regex": "equal"}
+def test_equal_ones_take_one_place(
+    grammars: GrammarChecks, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"regex": "equal"}
     monkeypatch.setattr(checks, "MAX_WAITING", 1)
-    monkeypatch.setattr(checks._Trial, "fault", lambda *about: None if gate.wait(60) else "the gate is closed")
 
     async def run() -> list[str]:
         waiting = [asyncio.create_task(grammars.grammar(asked(**form))) for _ in range(200)]
@@ -201,9 +202,7 @@ def test_equal_ones_take_one_place(grammars: GrammarChecks, monkeypatch: pytest.
     assert not pool()._waiting
 
 
-def test_what_nobody_waits_for_leaves_the_queue(grammars: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr(checks._Trial, "fault", lambda *about: None if gate.wait(60) else "the gate is closed")
+def test_what_nobody_waits_for_leaves_the_queue(grammars: GrammarChecks, gate: threading.Event) -> None:
 
     async def run() -> int:
         waiting = [asyncio.create_task(grammars.grammar(asked(regex=f"left{number}"))) for number in range(5)]
@@ -211,10 +210,7 @@ def test_what_nobody_waits_for_leaves_the_queue(grammars: GrammarChecks, monkeyp
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        try:
-            return int(pool()._waiting)
-        finally:
-            gate.set()
+        return int(pool()._waiting)
 
     assert asyncio.run(run()) <= checks.PROCESSES, "only those that were being tried"
 

@@ -25,33 +25,15 @@ WITH = {"then": {"if": {"type": "null"}}, "else": {"if": {"type": "null"}}}
 WITH |= {name: {"allOf": [{}]} for name in ("unevaluatedProperties", "unevaluatedItems")}
 WITH |= {name: {"contains": {"const": 1}} for name in ("minContains", "maxContains")}
 IGNORED: Mapping[str, Any] = {
-    **dict.fromkeys(("title", "description", "$comment", "contentMediaType", "contentEncoding"), "x"),
-    **{
-        "default": 5,
-        "examples": [5],
-        "readOnly": True,
-        "writeOnly": True,
-        "deprecated": True,
-        "contentSchema": {"not": {}},
-    },
-    **{"$schema": "https://example.org/x", "$id": "https://example.org/a", "$anchor": "a", "$vocabulary": {}},
-    **{
-        "$dynamicAnchor": "a",
-        "$recursiveAnchor": True,
-        "id": "x",
-        "$defs": {"a": {"not": {}}},
-        "definitions": {"a": 5},
-    },
-    **{
-        "nullable": True,
-        "discriminator": {},
-        "xml": {},
-        "example": 5,
-        "x-guidance": {"lenient": True},
-        "divisibleBy": 3,
-    },
-    **{"then": False, "else": False, "minContains": 5, "maxContains": 0, "additionalItems": False, "extends": 5},
-    **{"uniqueItems": False, "propertyNames": True, "unevaluatedProperties": True, "dependencies": {}},
+    **dict.fromkeys(("title", "description", "$comment", "contentMediaType", "contentEncoding", "id"), "x"),
+    **dict.fromkeys(("readOnly", "writeOnly", "deprecated", "nullable", "$recursiveAnchor"), True),
+    **dict.fromkeys(("propertyNames", "unevaluatedProperties"), True),
+    **dict.fromkeys(("then", "else", "additionalItems", "uniqueItems"), False),
+    **dict.fromkeys(("default", "example", "minContains", "extends"), 5),
+    **{name: {} for name in ("$vocabulary", "discriminator", "xml", "dependencies")},
+    **{"$schema": "https://example.org/x", "$id": "https://example.org/a", "$anchor": "a", "$dynamicAnchor": "a"},
+    **{"$defs": {"a": {"not": {}}}, "definitions": {"a": 5}, "contentSchema": {"not": {}}, "examples": [5]},
+    **{"x-guidance": {"lenient": True}, "divisibleBy": 3, "maxContains": 0},
 }
 """Keywords that assert nothing, alone or with such a value."""
 
@@ -155,19 +137,6 @@ def test_what_is_too_large_is_refused(asked: dict[str, Any], message: str) -> No
     assert message in str(refusal(**asked))
 
 
-@pytest.mark.parametrize(
-    ("options", "fits", "fits_not"),
-    [
-        ([{"format": "ipv4"}, {"format": "ipv6"}], ['"1.2.3.4"', '"::1"'], ['"x"']),
-        ([{"format": "date"}, {"format": "date-time"}], ['"2024-02-29"'], ['"2023-02-29"']),
-        ([{"enum": ["auto"]}, {"pattern": "^[0-9]+$"}], ['"auto"', '"77"'], ['"x"']),
-    ],
-)
-def test_one_of_texts(options: list[Any], fits: list[str], fits_not: list[str]) -> None:
-    schema = {"oneOf": [{"type": "string", **option} for option in options]}
-    assert [takes(text, json=schema) for text in (*fits, *fits_not)] == [True] * len(fits) + [False] * len(fits_not)
-
-
 REQUIRES = {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c", "d"]}]}
 TAGGED = {"oneOf": [{"type": "object", "properties": {"k": {"const": value}}} for value in (1, 2)]}
 
@@ -181,7 +150,7 @@ TAGGED = {"oneOf": [{"type": "object", "properties": {"k": {"const": value}}} fo
     ],
 )
 def test_one_of_objects(schema: Any, fits: list[str], fits_not: list[str]) -> None:
-    assert [takes(text, json=schema) for text in (*fits, *fits_not)] == [True] * len(fits) + [False] * len(fits_not)
+    assert [text for text in (*fits, *fits_not) if takes(text, json=schema)] == fits
     kind = Draft202012Validator(schema)
     assert all(kind.is_valid(json.loads(text)) for text in fits)
 
@@ -261,6 +230,14 @@ DRAFT_4 = {
 ANY = {"type": "array", "items": {"type": "integer"}, "contains": {}}
 LISTED = {"items": [{"type": "string"}], "unevaluatedItems": False, "type": "array"}
 MEANINGS: list[tuple[Any, list[str], list[str]]] = [
+    *(
+        ({"oneOf": [{"type": "string", **option} for option in options]}, fits, fits_not)
+        for options, fits, fits_not in (
+            ([{"format": "ipv4"}, {"format": "ipv6"}], ['"1.2.3.4"', '"::1"'], ['"x"']),
+            ([{"format": "date"}, {"format": "date-time"}], ['"2024-02-29"'], ['"2023-02-29"']),
+            ([{"enum": ["auto"]}, {"pattern": "^[0-9]+$"}], ['"auto"', '"77"'], ['"x"']),
+        )
+    ),
     ({**IDENTIFIED, "$ref": "#x"}, ["5"], ["{}", "[true]"]),
     ({**IDENTIFIED, "$ref": "sub/y.json"}, ["[true]"], ["[5]", "5"]),
     ({**IDENTIFIED, "$ref": "urn:uuid:1"}, ["[null]"], ["[5]"]),
@@ -318,13 +295,8 @@ BOUNDED = {"minimum": -1.25, "exclusiveMaximum": 2.5}
 def test_multiples_are_those_of_jsonschema(step: float) -> None:
     """Exactly those, of the numbers without needless digits: floats make some right ones wrong (0.3 / 0.1)."""
     digits = max(0, -Decimal(str(step)).normalize().as_tuple().exponent)
-    texts = {f"{Decimal(str(step)) * count:.{digits}f}" for count in range(-40, 60)} | {
-        "0.3",
-        "0.35",
-        "2.5",
-        "-1.2",
-        "1",
-    }
+    texts = {f"{Decimal(str(step)) * count:.{digits}f}" for count in range(-40, 60)}
+    texts |= {"0.3", "0.35", "2.5", "-1.2", "1"}
     texts = {text.rstrip("0").rstrip(".") if "." in text else text for text in texts}
     for type_ in ("number", "integer"):
         schema = {"type": type_, "multipleOf": step, **BOUNDED}
@@ -334,18 +306,12 @@ def test_multiples_are_those_of_jsonschema(step: float) -> None:
 
 
 def test_multiples_beside_other_keywords() -> None:
-    assert [takes(text, json={"multipleOf": 0.1, "enum": [0.3, 0.5, "x"]}) for text in ("0.3", "0.5", '"x"')] == [
-        False,
-        True,
-        True,
-    ]
+    listed = {"multipleOf": 0.1, "enum": [0.3, 0.5, "x"]}
+    assert [text for text in ("0.3", "0.5", '"x"') if takes(text, json=listed)] == ["0.5", '"x"']
     schema = {"type": ["number", "string"], "maxLength": 1, "multipleOf": 0.1, "minimum": 0, "maximum": 1}
     assert [text for text in ("0.2", "0.3", "2", '"a"', '"ab"', "null") if takes(text, json=schema)] == ["0.2", '"a"']
     small = {"type": "number", "multipleOf": 1e-5, "minimum": 0, "maximum": 0.0001}
-    assert [text for text in ("0.00002", "0.00007", "0", "0.00015") if takes(text, json=small)] == [
-        "0.00002",
-        "0",
-    ]
+    assert [text for text in ("0.00002", "0.00007", "0", "0.00015") if takes(text, json=small)] == ["0.00002", "0"]
     apart = {"multipleOf": 0.1, "minimum": 0, "maximum": 1}, {"multipleOf": 0.1, "minimum": 2, "maximum": 3}
     assert takes("2.2", json={"oneOf": [{"type": "number", **each} for each in apart]})
 

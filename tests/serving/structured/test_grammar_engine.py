@@ -164,11 +164,7 @@ def test_other_parameters_may_leave_nothing(runner: ModelRunner, monkeypatch: py
     left = FinishReason.NO_TOKEN_LEFT
     assert found.pop("phone/bad") == ([a, 2], FinishReason.STOP)
     assert found.pop("phone/bias")[0][:2] in ([a, b], [497, 2], [497, 0])
-    assert found == {
-        "phone/allowed": ([], left),
-        "phone/late": ([a, b], left),
-        "phone/stop": ([a], FinishReason.STOP),
-    }
+    assert found == {"phone/allowed": ([], left), "phone/late": ([a, b], left), "phone/stop": ([a], FinishReason.STOP)}
     assert len(outputs["free"].token_ids) == 30
 
 
@@ -246,21 +242,18 @@ def test_a_grammar_that_cannot_be_made() -> None:
 
 # --------------------------------------------------------------------------------------------------------- speculation
 
-TEXTS = [
-    "import os\nimport sys\n",
-    "555-0000, 555-0001, ",
-    '{"name": "x", "age": 7} {"name": "y", "age": ',
-    "0 1 2 3 0 1 2 3",
-]
+PEOPLE = '{"name": "x", "age": 7} {"name": "y", "age": '
+TEXTS = ["import os\nimport sys\n", "555-0000, 555-0001, ", PEOPLE, "0 1 2 3 0 1 2 3"]
+NGRAM = {"speculative_algorithm": "ngram", "speculative_ngram_min": 1}
+MODEL = {"speculative_algorithm": "draft_model", "speculative_draft_model_path": TINY_MOE}
+EAGLE = {"speculative_algorithm": "eagle", "speculative_draft_model_path": TINY_MOE.parent / "tiny-moe-eagle"}
 TINY = {"max_num_seqs": 4, "kv_cache_memory": "16M", "max_model_len": 256}
 
 
 def drafted(**own: Any) -> list[SamplingParams]:
     """Of the texts, in their order; the last one is free."""
     forms = regex("(import [a-z]{1,6}\n)+[0-9]"), regex(f"({PHONE}, ){{3}}"), schema(PERSON)
-    return [SamplingParams(max_tokens=40, grammar=form, **own) for form in forms] + [
-        SamplingParams(max_tokens=40, **own)
-    ]
+    return [SamplingParams(max_tokens=40, grammar=form, **own) for form in (*forms, None)]
 
 
 @pytest.fixture(scope="module")
@@ -281,21 +274,11 @@ def said(llm: LLM, params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     "speculation",
     [
-        {"speculative_algorithm": "ngram", "speculative_ngram_min": 1},
-        {"speculative_algorithm": "draft_model", "speculative_draft_model_path": TINY_MOE},
-        {
-            "speculative_algorithm": "draft_model",
-            "speculative_draft_model_path": TINY_MOE,
-            "speculative_eagle_topk": 2,
-            "speculative_num_steps": 3,
-            "speculative_num_draft_tokens": 5,
-        },
-        {"speculative_algorithm": "eagle", "speculative_draft_model_path": TINY_MOE.parent / "tiny-moe-eagle"},
-        {
-            "speculative_algorithm": "eagle",
-            "speculative_draft_model_path": TINY_MOE.parent / "tiny-moe-eagle",
-            "speculative_eagle_topk": 3,
-        },
+        NGRAM,
+        MODEL,
+        {**MODEL, "speculative_eagle_topk": 2, "speculative_num_steps": 3, "speculative_num_draft_tokens": 5},
+        EAGLE,
+        {**EAGLE, "speculative_eagle_topk": 3},
     ],
     ids=["ngram", "draft_model", "draft_model_tree", "eagle", "eagle_tree"],
 )
@@ -322,8 +305,8 @@ def test_drafts_of_the_models_own_layer_change_no_output(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("algorithm", ["draft_model", "ngram"])
 def test_rejection_sampling_obeys(algorithm: str) -> None:
-    model = {"speculative_draft_model_path": TINY_MOE} if algorithm == "draft_model" else {"speculative_ngram_min": 1}
-    with LLM(TINY_MOE, **TINY, speculative_algorithm=algorithm, speculative_accept="rejection", **model) as llm:
+    speculation = MODEL if algorithm == "draft_model" else NGRAM
+    with LLM(TINY_MOE, **TINY, speculative_accept="rejection", **speculation) as llm:
         for seed in range(4):
             said(llm, drafted(temperature=1.0, seed=seed))
         assert llm.statistics[0].accepted_tokens > 10
@@ -332,11 +315,7 @@ def test_rejection_sampling_obeys(algorithm: str) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(140)
-@pytest.mark.parametrize(
-    "speculation",
-    [{}, {"speculative_algorithm": "eagle", "speculative_draft_model_path": TINY_MOE.parent / "tiny-moe-eagle"}],
-    ids=["plain", "eagle"],
-)
+@pytest.mark.parametrize("speculation", [{}, EAGLE], ids=["plain", "eagle"])
 def test_tensor_parallel_ranks_agree(speculation: dict[str, Any], undrafted: list[list[tuple[int, ...]]]) -> None:
     """Two processes, each with grammars of its own, stay in step and give what one rank gives."""
     with LLM(TINY_MOE, **TINY, tensor_parallel_size=2, enable_expert_parallel=True, **speculation) as llm:

@@ -96,24 +96,8 @@ HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n
 HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 VALUES = {"city": "Paris", "days": "3", "exact": "True", "share": "null", "place": '{"x": [1]}', "tags": "None"}
 TYPED = {"city": "Paris", "days": 3, "exact": True, "share": None, "place": {"x": [1]}, "tags": None}
-OTHERS = {
-    "days": "soon",
-    "exact": "TRUE",
-    "share": "NaN",
-    "place": "[1]",
-    "unit": "c",
-    "level": "2",
-    "other": "7",
-}
-OTHERS_TYPED = {
-    "days": "soon",
-    "exact": True,
-    "share": "NaN",
-    "place": "[1]",
-    "unit": "c",
-    "level": 2,
-    "other": "7",
-}
+OTHERS = {"days": "soon", "exact": "TRUE", "share": "NaN", "place": "[1]", "unit": "c", "level": "2", "other": "7"}
+OTHERS_TYPED = {**OTHERS, "exact": True, "level": 2}
 CODE = 'if a < b:\n    print("\\t</p>")\n\n'
 ANALYSIS = "<|channel|>analysis<|message|>They ask.<|end|><|start|>assistant"
 TO_WEATHER = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
@@ -137,9 +121,7 @@ GOOD: Mapping[str, Row] = {
     "hermes: no arguments": Row("hermes", '<tool_call>{"name": "now"}</tool_call>', calls=[NOW]),
     "hermes: null arguments": Row("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', calls=[NOW]),
     "hermes: other members": Row(
-        "hermes",
-        '<tool_call>{"id": [1, "}"], "name": "now", "arguments": {}, "x": true}</tool_call>',
-        calls=[NOW],
+        "hermes", '<tool_call>{"id": [1, "}"], "name": "now", "arguments": {}, "x": true}</tool_call>', calls=[NOW]
     ),
     "hermes: hard": Row(
         "hermes", f'<tool_call>{{"name": "write", "arguments": {HARD_JSON}}}</tool_call>', calls=[("write", HARD_JSON)]
