@@ -51,6 +51,7 @@ def ready(hosts: list[Host]) -> bool:
     return "ready on http" in hosts[0].output() or any(host.process and host.process.poll() for host in hosts)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("break_link", "when", "addresses"),
     [

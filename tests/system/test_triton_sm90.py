@@ -92,6 +92,7 @@ def sampled() -> tuple[str, dict[str, Line]]:
     return compile_kernels(sys.executable, "--every", str(SAMPLED))
 
 
+@pytest.mark.wide
 def test_the_table_has_every_launch(sampled: tuple[str, dict[str, Line]]) -> None:
     """In the order in which tiles are tried, with the same default."""
 

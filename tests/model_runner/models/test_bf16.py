@@ -117,6 +117,7 @@ def test_decode_steps_are_the_same_to_the_last_bit(family: str, overrides: dict[
         assert torch.equal(decoded(path, groups, threads, overlap), expected), name
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_with_a_librarys_products_they_are_the_same_within_rounding(

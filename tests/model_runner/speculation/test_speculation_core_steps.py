@@ -131,6 +131,7 @@ def test_the_observer_sees_drafts_that_are_right(checkpoint: Path, drafting: Any
         assert recorder.modes.count(ForwardMode.TARGET_VERIFY) == 3
 
 
+@pytest.mark.wide
 def test_the_observer_of_replayed_steps(tmp_path: Path) -> None:
     """A graph's hidden states, without its padding."""
     with graphs.make_captured(graphs.make_checkpoint(tmp_path / "tiny"), lanes=2, num_speculative_tokens=3) as runner:

@@ -179,6 +179,7 @@ def test_verify_steps_and_prompt_logprobs(steps: Steps, plain: ModelRunner) -> N
     assert steps.faults == []
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("params", [DRAWN, CONSTRAINED])
 def test_the_overlapped_loop_of_an_engine(steps: Steps, plain: ModelRunner, params: list[SamplingParams]) -> None:

@@ -96,6 +96,7 @@ def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveR
     served.close()
 
 
+@pytest.mark.wide
 def test_tensor_parallel_ranks_move_together() -> None:
     """The follower gets orders from its leader's turns."""
     served = balanced(1, tensor_parallel_size=2)
@@ -103,6 +104,7 @@ def test_tensor_parallel_ranks_move_together() -> None:
     served.close()
 
 
+@pytest.mark.wide
 def test_ranks_of_two_nodes_move() -> None:
     async def scenario() -> None:
         async with two_nodes(expert_parallel=True, enable_eplb=True, eplb_config=EplbConfig(**CONFIG)) as (client, _):

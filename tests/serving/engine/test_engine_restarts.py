@@ -207,6 +207,7 @@ def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None
     served.close()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "main",
     [
@@ -237,6 +238,7 @@ def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None:
     served.close()
 
 
+@pytest.mark.wide
 def test_engines_start_again_though_the_process_that_forks_them_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not tell that they have ended: another one begins."""
     monkeypatch.setattr(processes, "_TOLD_S", 0.5)

@@ -225,6 +225,7 @@ def fuzz(seed: int, file: Path) -> None:
         assert time.thread_time() - begun < 10, text
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_random_files_within_little_memory(seed: int, tmp_path: Path) -> None:
