@@ -16,7 +16,7 @@ from repository import TINY_MOE
 from served import wait_until
 from two_hosts import ADDRESSES, MASTER_PORT, PORT, Host, engines, make_secret, two_hosts
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.wide]
 
 TIMEOUT_S = 5
 IPV6 = ("fd83::1", "fd83::2")
@@ -51,7 +51,6 @@ def ready(hosts: list[Host]) -> bool:
     return "ready on http" in hosts[0].output() or any(host.process and host.process.poll() for host in hosts)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     ("break_link", "when", "addresses"),
     [
