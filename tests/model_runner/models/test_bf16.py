@@ -44,6 +44,7 @@ def test_logits_are_as_near_to_float32_as_those_of_transformers(
     assert 0 < decode <= transformers
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "DeepseekV3"])
 def test_so_are_they_where_experts_are_chosen(family: str, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def decoded(
     return logits
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.sample(2)
 @needs_c

@@ -130,6 +130,7 @@ REPLAYS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.sample(7)
 @pytest.mark.parametrize(("name", "mla", "kind"), REPLAYS)
 def test_attention_before_a_replay(monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, kind: str) -> None:

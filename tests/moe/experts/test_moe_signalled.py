@@ -80,6 +80,7 @@ def traced(schedule: Schedule) -> tuple[list[tuple[int, str]], list[tuple[int, s
     return trace.order, [(event.lane, event.kind, event.name) for event in trace.events]
 
 
+@pytest.mark.wide
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("recv", list(Recv))
 @pytest.mark.parametrize("schedule", **NAMES)

@@ -113,6 +113,7 @@ def test_ranks_of_two_nodes_move() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.wide
 def test_a_placement_outlives_the_engines() -> None:
     """An engine is killed while experts rest, and again while they move."""
     served = balanced(restarts=RestartLimits(3))

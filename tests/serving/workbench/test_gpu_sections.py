@@ -115,6 +115,7 @@ def test_what_decides_comes_first_and_what_fails_hides_nothing(asked: list[list[
     ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("place", "section", "options"), [(0, "kernels", []), (1, "lanes", ["--in-process"])])
 def test_what_it_asks_for_runs(
     place: int, section: str, options: list[str], asked: list[list[str]], monkeypatch: pytest.MonkeyPatch

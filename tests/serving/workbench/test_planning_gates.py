@@ -232,6 +232,7 @@ def test_weak_compute_or_a_fast_link_stays_with_one_batch() -> None:
         assert plan.named["two_batch_decode"].seconds > 1.2 * plan.serial.seconds
 
 
+@pytest.mark.wide
 def test_the_command_says_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     words = "simulate --hardware h100-ib --ep 128 --model deepseek-v3 --mode decode --max-chunks 2"
@@ -246,6 +247,7 @@ def test_the_command_says_prediction(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert written["speedup"] == pytest.approx(written["serial"]["seconds"] / written["best"]["seconds"])
 
 
+@pytest.mark.wide
 def test_loads_from_a_file_say_how_long_every_layer_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In half of the layers one rank has twice the mean: the mean of a balanced step and of one with such a rank."""
     loads = np.ones((2, 58, 256))

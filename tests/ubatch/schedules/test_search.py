@@ -72,6 +72,7 @@ def at_random(seed: int, layers: int, *, repeats: bool) -> Period:
     return [draw.choice(kinds) for _ in range(draw.randint(2, 5) if repeats else layers)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("period", "layers", "chunks"),
     [
