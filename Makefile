@@ -31,7 +31,7 @@ export UBATCH_C_CACHE := $(CURDIR)/.cache/c
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/inductor
 export FLASHINFER_WORKSPACE_BASE := $(CURDIR)/.cache
 
-.PHONY: help setup setup-test setup-gpu demo test test-fast test-slow lint bench bench-link gpu gpu-first gpu-rest-1 gpu-rest-2 gpu-rest-3 test-gpu bench-gpu test-clients stub test-stub clean
+.PHONY: help setup setup-test setup-gpu demo test test-wide test-fast test-slow lint bench bench-link gpu gpu-first gpu-rest-1 gpu-rest-2 gpu-rest-3 test-gpu bench-gpu test-clients stub test-stub clean
 
 help: ## this list
 	@grep --extended-regexp '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -75,11 +75,14 @@ WORKERS ?= $(shell echo $$(($(CORES) + 1)))
 PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 PARALLEL := --dist loadfile --no-loadscope-reorder -n
 
-test: setup-test ## the tests, but for those that are long by nature: 5 to 7 minutes on 2 cores
-	$(PYTEST) -m "not slow" $(PARALLEL) $(WORKERS)
+test: setup-test ## the tests, of many cases that are alike a sample: 5 minutes on 2 cores
+	$(PYTEST) -m "not slow and not wide" $(PARALLEL) $(WORKERS)
+
+test-wide: setup-test ## the other cases; CI runs both
+	$(PYTEST) -m "wide and not slow" $(PARALLEL) $(WORKERS)
 
 test-fast: setup-test ## for every commit: the tests that start nothing and compute little: a minute on 2 cores
-	$(PYTEST) -m "not slow and not long and not ranks and not server and not triton and not gpu" $(PARALLEL) $(CORES)
+	$(PYTEST) -m "not slow and not wide and not long and not ranks and not server and not triton and not gpu" $(PARALLEL) $(CORES)
 
 test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
 	$(PYTEST) -m slow

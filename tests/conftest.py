@@ -58,6 +58,7 @@ tqdm.monitor_interval = 0  # no thread of its own
 
 try:
     from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
 except ImportError:  # a GPU machine may lack it, and then skips what needs it
     pass
 else:
@@ -65,6 +66,8 @@ else:
     settings.register_profile("ubatch", deadline=None, derandomize=True, database=None, max_examples=40)
     settings.register_profile("explore", deadline=None, max_examples=2000)
     settings.load_profile("ubatch")
+    # It would parse this tree for constants to try, in each worker: examples would depend on what is imported.
+    providers._get_local_constants = lambda: providers._local_constants
 
 pytest.register_assert_rewrite(
     "model_checks", "peer_failure_cases", "attention_conformance"
@@ -96,9 +99,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     skip = pytest.mark.skip(reason="needs a CUDA GPU; run `make test-gpu` on a machine that has one")
+    mark_needs(items)
     mark_left_out(items)
     for item in items:
-        mark_needs(item)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
         elif _WHY_NO_INTERPRETER and item.get_closest_marker("triton") and looks_for_a_smaller_failure(item):

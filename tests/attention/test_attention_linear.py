@@ -71,6 +71,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(scan, "_kernel", lambda: compiled)
 
 
+@pytest.mark.wide_sample(4)
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("kernel", "seed"), SEEDS, indirect=["kernel"])
 def test_any_chunks_and_lanes_equal_the_reference(seed: int) -> None:

@@ -84,6 +84,7 @@ def compare(prompts: Prompts, choice: ScanChoice, chunk: int, near: float) -> No
         torch.testing.assert_close(found, expected, atol=near, rtol=near)
 
 
+@pytest.mark.wide_sample(4)
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("columns", [16, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -150,6 +151,7 @@ def test_choices_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tuning.scan_choices.__wrapped__(QWEN3_NEXT, torch.float32)) == 1
 
 
+@pytest.mark.wide
 def test_what_is_timed_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same one for all choices, on one prompt and on several; short prompts are not timed."""
     keys = []

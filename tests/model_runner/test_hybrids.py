@@ -187,6 +187,7 @@ def serve_on_a_rank(rank: int, world_size: int, path: str, size: int, waves: Any
     return results
 
 
+@pytest.mark.wide
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [1, 2], ids=["DP 2", "TP 2"])
 def test_ranks_go_on_from_snapshots(paths: dict[str, Path], conversations: dict[str, Conversations], size: int) -> None:

@@ -88,6 +88,7 @@ def test_a_saved_placement_is_loaded_as_it_was(tmp_path: Path, placement: Expert
     assert ExpertPlacement.load(str(tmp_path / name)) == placement
 
 
+@pytest.mark.wide
 def test_large_placements_fit_a_file(tmp_path: Path) -> None:
     placement = ExpertPlacement.default(58, 256, 32, redundant=32)
     placement.save(tmp_path / "p.yaml")

@@ -119,6 +119,7 @@ DEEPSEEK_V2 = {"experts": 160, "num_groups": 8, "top_groups": 3, "top_k": 6, "re
 DEEPSEEK_V3 = {"experts": 256, "num_groups": 8, "top_groups": 4, "top_k": 8, "renormalize": True, "scale": 2.5}
 
 
+@pytest.mark.wide_sample(3)
 @of_each_kernel
 @settings(max_examples=20)
 @given(
@@ -148,6 +149,7 @@ def test_softmax_top_k(experts: int, top_k: int, renormalize: bool) -> None:
     check(SoftmaxTopKRouter(top_k, renormalize), distinct(5, experts, seed=1))
 
 
+@pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_logits_of_any_dtype_and_stride(dtype: torch.dtype, kernel: str) -> None:
     if kernel.startswith("c") and dtype is not torch.bfloat16:
@@ -220,6 +222,7 @@ def test_a_token_without_numbers_changes_no_other_and_chooses_different_experts(
     assert torch.equal(weights[others], clean_weights[others])
 
 
+@pytest.mark.wide_sample(3)
 @of_each_kernel
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("on_device", [False, True], ids=["int", "tensor"])

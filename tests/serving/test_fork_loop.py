@@ -77,6 +77,7 @@ def arguments() -> list[str]:
     return sys.argv
 
 
+@pytest.mark.wide
 def test_the_server_has_one_thread_and_touches_no_gpu() -> None:
     """One as users have it, which imports for seconds; else the tests' own."""
     before = fork_server._current

@@ -91,6 +91,7 @@ def test_a_server_that_does_not_answer_is_named_and_another_one_begins(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.wide
 def test_a_server_that_has_served_and_hangs_is_replaced_at_once(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

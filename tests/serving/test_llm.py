@@ -335,6 +335,7 @@ def go_on(llm: LLM) -> None:
         llm.generate([[1, 2]] * 16, SamplingParams(max_tokens=400, ignore_eos=True))
 
 
+@pytest.mark.wide
 def test_ranks_that_are_killed_are_started_again_and_no_token_changes(no_thread_leaks: None) -> None:
     long = SamplingParams(max_tokens=100, ignore_eos=True)
     options = {"data_parallel_size": 2, "enable_expert_parallel": True, "max_engine_restarts": 3}

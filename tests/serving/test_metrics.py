@@ -384,6 +384,7 @@ def test_a_clients_own_method_is_no_label() -> None:
     assert metrics.value("http_requests_total", method="none", status="4xx") == 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("variable", ["PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_files_for_several_processes_are_not_needed(variable: str, exists: bool, tmp_path: Path) -> None:

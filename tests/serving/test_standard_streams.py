@@ -58,6 +58,7 @@ def test_what_is_asked_for_is_written_though_messages_are_lost(redirected: str, 
     assert written.startswith("ubatch ")
 
 
+@pytest.mark.wide
 @pytest.mark.sample(3)  # each starts a server
 @pytest.mark.parametrize("redirected", ["<&- >&- 2>&-", "2>/dev/full", "2> >(head -1 >/dev/null)"])
 def test_a_server_that_nobody_hears_serves_and_drains(redirected: str) -> None:

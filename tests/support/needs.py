@@ -1,4 +1,4 @@
-"""Markers that a test is given: what it needs, found in its code (`ranks`, `server`, `triton`), and `slow` by sampling.
+"""Markers that a test is given: what it needs, found in its code (`ranks`, `server`, `triton`); by sampling, others.
 
 A test has a need if it, a fixture of its, or a function or class of `tests/` that these name, names one of `NEEDS`.
 Triton it needs if its id says so: a file, a test or a parameter.
@@ -24,45 +24,69 @@ NEEDS = {
 EVERYWHERE = {"_forked_ranks"}
 """Prepares every test for ranks, whether or not it starts any."""
 TESTS = str(ROOT / "tests")
+COSTLY = {"ranks", "server", "triton", "long"}
+"""What takes its time has one of these markers."""
+WIDE_EVERY = 4
+"""Of the parameters of such a test, `make test` runs every n-th; `wide_sample(n)` says otherwise, also of others."""
+LEFT_OUT = {"slow", "wide", "gpu"}
+"""Of what has one of these, `make test` runs nothing on a machine without a GPU."""
 _FEW_VALUES = 6
 """A parameter with at most so many values is shown whole; one with more, or another in each case, is sampled."""
 
 
-def mark_needs(item: pytest.Item) -> None:
-    """Give a test the markers of what it needs; `timeout` and others are left to its author."""
-    if not isinstance(item, pytest.Function):
-        return
-    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 - pytest has no public name for it
-    fixtures = {name: chain for name, chain in fixtures.items() if name not in EVERYWHERE}
-    functions = [item.function, *(definition.func for chain in fixtures.values() for definition in chain)]
-    needs = {need for function in functions for need in needs_of(function)}
-    if "triton" in item.nodeid:
-        needs.add("triton")
-    for need in sorted(needs):
-        item.add_marker(need)
+def mark_needs(items: Iterable[pytest.Item]) -> None:
+    """Give tests the markers of what they need; `timeout` and others are left to their authors."""
+    found: dict[Any, set[str]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        if item.function not in found:  # once for all parameters
+            fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 - pytest has no public name for it
+            chains = [chain for name, chain in fixtures.items() if name not in EVERYWHERE]
+            functions = {item.function, *(definition.func for chain in chains for definition in chain)}
+            found[item.function] = {need for function in functions for need in needs_of(function)}
+        for need in sorted(found[item.function] | ({"triton"} if "triton" in item.nodeid else set())):
+            item.add_marker(need)
 
 
 def mark_left_out(items: Iterable[pytest.Item]) -> None:
-    """Of every test with `sample(n)`, mark all parameters `slow` but those of `sample_of`.
+    """Mark parameters that runs leave out, all but those of `sample_of`: by `sample(n)` `slow`, of the others `wide`.
 
     Raises:
-        pytest.UsageError: all parameters of such a test are slow by themselves.
+        pytest.UsageError: all parameters of a test with `sample(n)` are slow by themselves.
     """
     tests: dict[str, list[Any]] = {}
     for item in items:
-        if item.get_closest_marker("sample") is not None:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test, own in tests.items():
         if len(own) == 1:
-            continue  # asked for by its id
-        quick = [item for item in own if item.get_closest_marker("slow") is None]
-        if not quick:
-            raise pytest.UsageError(f"{test}: `sample` has nothing to choose from: all parameters are slow. Remove it.")
-        values = [{(name, repr(each)) for name, each in item.callspec.params.items()} for item in quick]
-        every = own[0].get_closest_marker("sample").args[0]
-        kept = sample_of(values, sum(item in quick for item in own[::every]) or 1)
-        for place in set(range(len(quick))) - set(kept):
-            quick[place].add_marker("slow")
+            continue  # asked for by its id, or without parameters
+        if (sample := own[0].get_closest_marker("sample")) is not None:
+            quick = [item for item in own if item.get_closest_marker("slow") is None]
+            if not quick:
+                raise pytest.UsageError(
+                    f"{test}: `sample` has nothing to choose from: all parameters are slow. Remove it."
+                )
+            _keep(quick, sum(item in quick for item in own[:: sample.args[0]]) or 1, "slow")
+        left = [item for item in own if not LEFT_OUT & _marks(item)]
+        if (wide_sample := own[0].get_closest_marker("wide_sample")) is not None:
+            every = wide_sample.args[0]
+        else:
+            every, left = WIDE_EVERY, [item for item in left if COSTLY & _marks(item)]
+        _keep(left, -(-len(left) // every), "wide")
+
+
+def _marks(item: pytest.Item) -> set[str]:
+    return {mark.name for mark in item.iter_markers()}
+
+
+def _keep(items: Sequence[Any], size: int, mark: str) -> None:
+    """Mark all parameters of a test but `size`, or some more."""
+    if size >= len(items):
+        return
+    kept = sample_of([{(name, repr(each)) for name, each in item.callspec.params.items()} for item in items], size)
+    for place in set(range(len(items))) - set(kept):
+        items[place].add_marker(mark)
 
 
 def sample_of(cases: Sequence[Set[tuple[str, str]]], size: int) -> list[int]:

@@ -152,6 +152,7 @@ RUN = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", RUN)
 @pytest.mark.timeout(140)
 def test_the_commands_of_a_section_run(name: str, folder: Path) -> None:

@@ -54,18 +54,31 @@ def test_needs_are_found_through_helpers_and_classes() -> None:
 
 
 class Item:
-    """A parameter of a test, with `sample(every)`, and slow by itself or not."""
+    """A parameter of a test, with `sample(every)` or `wide_sample(every)`, and marked by itself or not."""
 
-    def __init__(self, name: str, every: int | None, *, slow: bool = False, **params: object) -> None:
-        self.nodeid, self.slow, self.callspec = name, slow, SimpleNamespace(params=params)
-        self._marks = {"sample": every and SimpleNamespace(args=(every,)), "slow": slow or None}
+    def __init__(self, name: str, every: int | None, *marks: str, by: str = "sample", **params: object) -> None:
+        self.nodeid, self.callspec = name, SimpleNamespace(params=params)
+        self._marks = {mark: SimpleNamespace(name=mark, args=()) for mark in marks}
+        if every is not None:
+            self._marks[by] = SimpleNamespace(name=by, args=(every,))
+
+    @property
+    def slow(self) -> bool:
+        return "slow" in self._marks
+
+    @property
+    def wide(self) -> bool:
+        return "wide" in self._marks
+
+    def iter_markers(self) -> Any:
+        return iter(self._marks.values())
 
     def get_closest_marker(self, name: str) -> Any:
-        return self._marks[name]
+        return self._marks.get(name)
 
     def add_marker(self, name: str) -> None:
-        assert (name, self.slow) == ("slow", False)
-        self.slow = True
+        assert not {"slow", "wide"} & self._marks.keys()
+        self._marks[name] = SimpleNamespace(name=name, args=())
 
 
 def test_garbage_is_collected_where_no_tests_are_collected() -> None:
@@ -81,6 +94,24 @@ def test_a_sample_of_cases_is_the_first_and_every_nth() -> None:
     mark_left_out(cast(Any, [*cases, *others]))
     assert [item.slow for item in cases] == [False, True, True, False, True]
     assert not any(item.slow for item in others)
+
+
+def test_of_what_is_left_parameters_are_wide() -> None:
+    """By `wide_sample(n)`, or every fourth where a test is long or starts something; none that needs a GPU."""
+    asked = [Item(f"a.py::test_a[{place}]", 3, by="wide_sample", case=place) for place in range(5)]
+    long = [Item(f"a.py::test_b[{place}]", None, "long", case=place) for place in range(5)]
+    both = [Item(f"a.py::test_c[{place}]", 2, "ranks", case=place) for place in range(10)]
+    triton = [Item(f"a.py::test_d[{place}]", None, *["triton"] * (place > 2), case=place) for place in range(6)]
+    gpu = [Item(f"a.py::test_e[{place}]", 3, *["gpu"] * (place < 3), by="wide_sample", at=place) for place in range(6)]
+    quick = [Item(f"a.py::test_f[{place}]", None, case=place) for place in range(5)]
+    mark_left_out(cast(Any, [*asked, *long, *both, *triton, *gpu, *quick]))
+    assert [place for place, item in enumerate(asked) if not item.wide] == [0, 3]
+    assert [place for place, item in enumerate(long) if not item.wide] == [0, 3]
+    assert [place for place, item in enumerate(both) if not item.slow] == [0, 2, 4, 6, 8]
+    assert sum(item.wide for item in both) == 3, "of five, two are left"
+    assert [place for place, item in enumerate(triton) if not item.wide] == [0, 1, 2, 3]
+    assert [place for place, item in enumerate(gpu) if not item.wide] == [0, 1, 2, 3]
+    assert not any(item.wide or item.slow for item in quick)
 
 
 @pytest.mark.parametrize("every", [2, 3, 4, 6])
@@ -103,10 +134,10 @@ def test_a_sample_is_larger_if_it_must_be() -> None:
 
 
 def test_a_sample_of_what_is_slow_is_refused() -> None:
-    cases = [Item(f"a.py::test_a[{place}]", 3, slow=place < 4, case=place) for place in range(6)]
+    cases = [Item(f"a.py::test_a[{place}]", 3, *["slow"] * (place < 4), case=place) for place in range(6)]
     mark_left_out(cast(Any, cases))
     assert [item.slow for item in cases] == [True] * 4 + [False, True], "one, though every third is slow"
-    slow = [Item(f"a.py::test_a[{place}]", 3, slow=True, case=place) for place in range(6)]
+    slow = [Item(f"a.py::test_a[{place}]", 3, "slow", case=place) for place in range(6)]
     with pytest.raises(pytest.UsageError, match=r"a\.py::test_a: `sample` has nothing to choose from"):
         mark_left_out(cast(Any, slow))
     mark_left_out(cast(Any, slow[:1]))

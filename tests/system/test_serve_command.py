@@ -45,6 +45,7 @@ def server(ways: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
 
 
+@pytest.mark.wide
 def test_it_says_what_it_has_when_it_is_ready(server: Server, ways: tuple[str, ...]) -> None:
     assert server.url.startswith("http://127.0.0.1:")
     assert ("ranks=1 tensor_parallel_size=2" if ways == TP else "ranks=2") in server.text

@@ -16,7 +16,7 @@ from repository import TINY_MOE
 from served import wait_until
 from two_hosts import ADDRESSES, MASTER_PORT, PORT, Host, engines, make_secret, two_hosts
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.wide]
 
 TIMEOUT_S = 5
 IPV6 = ("fd83::1", "fd83::2")

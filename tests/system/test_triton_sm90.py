@@ -27,7 +27,7 @@ from attention.linear.triton_plan import _SHARED_MEMORY
 
 OTHER = "UBATCH_TRITON_36"
 SAMPLED, SHARES = 60, 24
-"""`make test` compiles every 60th, and `make test-slow` all, in shares of which none takes minutes."""
+"""`make test-wide` compiles every 60th, and `make test-slow` all, in shares of which none takes minutes."""
 FOLDERS = ("attention/kernels", "attention/linear/kernels", "model_runner/kernels", "moe/kernels")
 SHARED_MEMORY, SHARED_MEMORY_OF_SM, RESERVED = 227 << 10, 228 << 10, 1 << 10
 REGISTERS, THREADS = 64 << 10, 2048
@@ -92,6 +92,7 @@ def sampled() -> tuple[str, dict[str, Line]]:
     return compile_kernels(sys.executable, "--every", str(SAMPLED))
 
 
+@pytest.mark.wide
 def test_the_table_has_every_launch(sampled: tuple[str, dict[str, Line]]) -> None:
     """In the order in which tiles are tried, with the same default."""
 
@@ -104,6 +105,7 @@ def test_the_table_has_every_launch(sampled: tuple[str, dict[str, Line]]) -> Non
     ]
 
 
+@pytest.mark.wide
 def test_a_sample_is_as_in_the_table(sampled: tuple[str, dict[str, Line]]) -> None:
     check_figures(*sampled)
 

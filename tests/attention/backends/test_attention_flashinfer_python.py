@@ -136,6 +136,7 @@ def over(name: str, *batches: Any) -> Any:
     return make_attention_backend(name, batches[0].shape, cache)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("heads", [(8, 2, 64), (2, 2, 64)], ids=["tensor-cores", "cuda-cores"])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_one_back_end_takes_all_batches_in_any_order(

@@ -120,6 +120,7 @@ def test_every_group_and_head_size(group: int, head_dim: int) -> None:
     check(MHA, make_batch([(40, 1), (0, 1), (15, 1), (16, 1), (129, 1)], heads=(2 * group, 2, head_dim), block_size=16))
 
 
+@pytest.mark.wide
 @pytest.mark.sample(4)
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -71,6 +71,7 @@ def test_only_what_the_batch_has_is_launched(requests: Any, decodes: bool, absor
         assert plan.absorbed.batch.seq_lens.tolist() == [sum(requests[index]) for index in absorbed]
 
 
+@pytest.mark.wide
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("window", [None, 2, 6])
 @pytest.mark.parametrize("drafts", ["chain", "tree"])

@@ -116,6 +116,7 @@ def test_replays_draft_what_eager_steps_draft(
         assert runner.statistics().graph_replays == proposals + ROUNDS
 
 
+@pytest.mark.wide
 def test_fewer_drafts_than_a_chain_has(made: SimpleNamespace) -> None:
     """The graph drafts all of a chain; what nobody wants goes to no slot of the cache."""
     wanted = [1, 2, 0, 1]
@@ -150,6 +151,7 @@ def test_what_fits_no_graph_runs_eagerly(made: SimpleNamespace) -> None:
         assert graphs.find_chain([longest - 1]) is None
 
 
+@pytest.mark.wide
 def test_a_network_that_comes_late_is_captured_at_once(made: SimpleNamespace) -> None:
     with captured_runner(made, CHAIN) as runner:
         before = len(runner.capture_graphs())

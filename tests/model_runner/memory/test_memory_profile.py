@@ -202,6 +202,7 @@ def test_ranks_of_a_replica_measure_with_the_same_steps(checkpoint: Path) -> Non
     assert first == second
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_and_for_all_graphs(checkpoint: Path, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ print(held - Process().memory_info().rss)
 """
 
 
+@pytest.mark.wide
 @needs_glibc
 def test_what_lasts_goes_back_when_it_is_freed() -> None:
     """Weights of a model that was closed do not stay in the process, though steps have kept as much before."""

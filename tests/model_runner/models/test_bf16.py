@@ -44,6 +44,7 @@ def test_logits_are_as_near_to_float32_as_those_of_transformers(
     assert 0 < decode <= transformers
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "DeepseekV3"])
 def test_so_are_they_where_experts_are_chosen(family: str, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def decoded(
     return logits
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.sample(2)
 @needs_c
@@ -117,6 +119,7 @@ def test_decode_steps_are_the_same_to_the_last_bit(family: str, overrides: dict[
         assert torch.equal(decoded(path, groups, threads, overlap), expected), name
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_with_a_librarys_products_they_are_the_same_within_rounding(

@@ -80,6 +80,7 @@ def test_every_architecture_is_a_family_or_runs_as_one() -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide_sample(1)
 @LONG
 @pytest.mark.sample(3)
 @each_family

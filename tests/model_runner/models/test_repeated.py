@@ -58,6 +58,7 @@ def repetitions(runner: ModelRunner) -> int:
 SIZES = [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 3, 2, 1, 1, 1, 1]
 
 
+@pytest.mark.wide_sample(4)
 @pytest.mark.parametrize(
     ("family", "overrides", "dtype"),
     [

@@ -46,6 +46,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.float()
 
 
+@pytest.mark.wide_sample(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 1), (3, 5), (2, 16), (5, 17), (7, 512), (60, 600)])
 def test_norms(dtype: torch.dtype, rows: int, size: int) -> None:

@@ -37,6 +37,7 @@ def config_of(path: Path) -> DecoderConfig:
         return runner.config
 
 
+@pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("family", [each for each in SPARSE if each in FAMILIES])
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(redundant=st.integers(0, 5), seed=st.integers(0, 99))

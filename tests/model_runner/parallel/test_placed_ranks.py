@@ -82,6 +82,7 @@ def held_by(rank: int, world_size: int, path: str) -> list[int]:
         return [len(layer.mlp.kernel.experts.expert_range) for layer in runner.model.layers]  # type: ignore[union-attr]
 
 
+@pytest.mark.wide
 def test_sixty_experts_on_eight_ranks(tmp_path: Path) -> None:
     path = checkpoint_of(tmp_path, 60)
     assert run_ranks(held_by, 8, path) == [[8] * LAYERS] * 4 + [[7] * LAYERS] * 4

@@ -214,6 +214,7 @@ OF_ALL_HEADS = ("Olmoe.q_norm", "Olmoe.k_norm")
 """Weight -> the dimension along which ranks share it; of latent attention `down` is whole, as shared experts are."""
 
 
+@pytest.mark.wide
 def test_what_ranks_hold(paths: dict[str, str]) -> None:
     ranks = run_ranks(look_inside, 2, paths)
     for family, path in paths.items():

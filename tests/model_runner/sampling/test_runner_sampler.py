@@ -108,6 +108,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(vocab: int, 
     assert all((token == NO_TOKEN) is (bad != float("-inf")) for token in some)
 
 
+@pytest.mark.wide
 def test_the_truncation_of_flashinfer_gives_the_same_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draws, evenly spaced, fall in the vocabulary's order and not by likelihood; as many fall on every token."""
     count = 500

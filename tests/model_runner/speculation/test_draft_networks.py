@@ -98,6 +98,7 @@ def test_the_layer_for_multi_token_prediction(family: str, tmp_path: Path) -> No
             assert request.output_token_ids[: len(got)] == got
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_latent_attention_with_heads_of_both_kinds_gives_the_same_text(

@@ -84,6 +84,7 @@ def test_after_prompts(made: SimpleNamespace, runner: ModelRunner, chunk: int) -
     check_chain(proposer, network, made.reference, requests)
 
 
+@pytest.mark.wide
 def test_after_any_number_of_accepted_drafts_and_plain_steps(made: SimpleNamespace, runner: ModelRunner) -> None:
     network = Recording(load_draft("eagle", made.head, runner))
     proposer = attached(runner, network, num_steps=3)
@@ -290,6 +291,7 @@ def test_ranks_draft_by_themselves(made: SimpleNamespace) -> None:
             assert got == own[: len(got)]
 
 
+@pytest.mark.wide
 def test_the_trained_head_on_held_out_text() -> None:
     train = trainer()
     prompts = train.held_out_prompts(AutoTokenizer.from_pretrained(TINY_MOE), train.read_corpus(0), 0)[:12]

@@ -120,6 +120,7 @@ def test_the_observer_sees_drafts_that_are_right(checkpoint: Path, drafting: Any
         assert recorder.modes.count(ForwardMode.TARGET_VERIFY) == 3
 
 
+@pytest.mark.wide
 def test_the_observer_of_replayed_steps(tmp_path: Path) -> None:
     """A graph's hidden states, without its padding."""
     with graphs.make_captured(graphs.make_checkpoint(tmp_path / "tiny"), lanes=2, num_speculative_tokens=3) as runner:
@@ -181,6 +182,7 @@ def first_tokens(runner: ModelRunner, params: SamplingParams, q: Tensor, *, know
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("known", [True, False], ids=["drawn", "certain"])
 def test_a_runner_that_rejects_gives_the_targets_distribution(checkpoint: Path, known: bool) -> None:

@@ -97,6 +97,7 @@ def step_of_rank(rank: int, world_size: int, path: str, size: int, transport: st
         return counts, step._logits.numpy()
 
 
+@pytest.mark.wide
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("size", "transport", "rows"),

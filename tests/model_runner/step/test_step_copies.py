@@ -123,6 +123,7 @@ def test_attention_of_a_step(monkeypatch: pytest.MonkeyPatch, name: str, mla: bo
     assert steps.fake.tagged("", "forward")
 
 
+@pytest.mark.wide
 @pytest.mark.sample(7)
 @pytest.mark.parametrize(("name", "mla", "kind"), cases(GRAPHS, MHA[1:], MLA[1:]))  # torch's cannot be captured
 def test_attention_before_a_replay(monkeypatch: pytest.MonkeyPatch, name: str, mla: bool, kind: str) -> None:

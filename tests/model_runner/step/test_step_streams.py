@@ -175,6 +175,7 @@ def test_verify_steps_and_prompt_logprobs(steps: Steps, plain: ModelRunner) -> N
     assert steps.faults == []
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("params", [DRAWN, CONSTRAINED])
 def test_the_overlapped_loop_of_an_engine(steps: Steps, plain: ModelRunner, params: list[SamplingParams]) -> None:
@@ -291,6 +292,7 @@ def test_a_copy_that_is_dropped_needs_what_it_copies(steps: Steps) -> None:
     assert any("of forward is freed while copy_ on download" in fault for fault in steps.faults), steps.faults
 
 
+@pytest.mark.wide
 def test_an_upload_past_the_pinned_buffers_is_found(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model_runner.sampling.sampler.to_device", lambda tensors, device: list(tensors))
     steps.run(DRAWN)

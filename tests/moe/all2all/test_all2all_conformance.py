@@ -38,6 +38,7 @@ from serving.options.command_line import read_layers
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, dbo_enabled, dbo_yield, launch_all_gather
 
 
+@pytest.mark.wide_sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_contract(name: str) -> None:
     check_case(name)

@@ -80,6 +80,7 @@ def traced(schedule: Schedule) -> tuple[list[tuple[int, str]], list[tuple[int, s
     return trace.order, [(event.lane, event.kind, event.name) for event in trace.events]
 
 
+@pytest.mark.wide
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("recv", list(Recv))
 @pytest.mark.parametrize("schedule", **NAMES)
@@ -139,6 +140,7 @@ def on_fake_device(schedule: Schedule, *patches: Any) -> FakeCuda:
     return cuda
 
 
+@pytest.mark.wide
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("schedule", **NAMES)
 def test_streams_alone_order_all_but_the_signals(schedule: Schedule) -> None:
@@ -177,6 +179,7 @@ def test_a_fork_after_the_projection_would_be_found() -> None:
     assert cuda.signalled == [False] * 4
 
 
+@pytest.mark.wide
 def test_no_fork_would_be_found() -> None:
     """The copy would look at signals, and read how many rows there are, before they are what they should be."""
 

@@ -180,6 +180,7 @@ class EveryConfig(CudaTimer):
         return self.now
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 def test_both_gemms_and_their_tiles_are_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fp8: bool) -> None:

@@ -135,6 +135,7 @@ def test_pieces_are_counted_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
             assert b"".join(bodies._outside_strings(body)).replace(b'"', b"") == expected
 
 
+@pytest.mark.wide_sample(6)
 @pytest.mark.parametrize("wrong", ["a", -1, True, 1.5, None, []])
 @pytest.mark.parametrize(
     ("path", "body", "place"),

@@ -201,6 +201,7 @@ def test_every_field_changes_something(path: str, name: str) -> None:
     assert changes(path, name, OTHER_VALUES.get((path, name), value), beside), f"{name} of {path} changes nothing"
 
 
+@pytest.mark.wide_sample(4)
 @pytest.mark.parametrize(("path", "name"), EACH)
 def test_strings_are_read_as_what_they_say(path: str, name: str) -> None:
     """Numbers and booleans may be sent as strings; what a chat template reads is passed on as it is."""

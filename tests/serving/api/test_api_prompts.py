@@ -66,6 +66,7 @@ def test_what_is_still_too_long_is_refused(path: str, param: str) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
+@pytest.mark.wide
 def test_so_much_text_is_tokenized_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, for exactly the last tokens; beyond a limit it is refused unread, so that memory stays bounded."""
     assert 1024 * Vocabulary.of(tokenizer()).longest < COUNTED_CHARACTERS

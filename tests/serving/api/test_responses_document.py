@@ -79,6 +79,7 @@ def app() -> Any:
     return made
 
 
+@pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("row", BODIES)
 def test_the_table_is_true(row: str) -> None:
     param, body = BODIES[row]

@@ -84,17 +84,20 @@ async def test_experts_move_and_no_token_changes(config: dict[str, Any], reason:
         assert await all_tokens(client, "c") == first
 
 
+@pytest.mark.wide
 async def test_tensor_parallel_ranks_move_together() -> None:
     """The follower gets orders from its leader's turns."""
     async with balanced(1, tensor_parallel_size=2) as client:
         await move_while_they_run(client)
 
 
+@pytest.mark.wide
 async def test_ranks_of_two_nodes_move() -> None:
     async with two_nodes(expert_parallel=True, enable_eplb=True, eplb_config=EplbConfig(**CONFIG)) as (client, _):
         await move_while_they_run(client)
 
 
+@pytest.mark.wide
 async def test_a_placement_outlives_the_engines() -> None:
     """An engine is killed while experts rest, and again while they move."""
 

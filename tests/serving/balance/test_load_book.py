@@ -110,6 +110,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.wide
 def test_a_process_that_is_killed_leaves_its_last_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "loads.npy"
     words = [sys.executable, "-c", SCRIPT, str(TINY_MOE), str(path)]

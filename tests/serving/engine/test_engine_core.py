@@ -38,6 +38,7 @@ def test_the_tokens_are_those_of_the_model(overlap: bool) -> None:
     assert run(core, requests) == expected(requests)
 
 
+@pytest.mark.wide
 @settings(max_examples=30)
 @given(
     st.lists(

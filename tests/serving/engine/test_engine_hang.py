@@ -90,6 +90,7 @@ def join_late(options: EngineOptions, rank: int, place: Place) -> None:
     (sleep_for_ever if rank == 1 else run_engine)(options, rank, place)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)  # each waits for the five seconds
 @pytest.mark.parametrize(
     ("main", "who", "options"),

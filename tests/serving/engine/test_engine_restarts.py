@@ -164,6 +164,7 @@ async def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -
         assert sum(client.restarts.values()) == 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "main",
     [
@@ -188,6 +189,7 @@ async def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None
         assert await all_outputs(client, "again") == undisturbed
 
 
+@pytest.mark.wide
 async def test_engines_start_again_though_what_forks_them_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_restart_keeps_the_window(tmp_path: Path) -> None:
     assert read_loads(path).sum(axis=(0, 2)).tolist() == [2 * count for count in per_request]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2, "enable_expert_parallel": True}])
 def test_an_llm_has_it_too(options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "loads.json"

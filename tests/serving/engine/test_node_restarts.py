@@ -92,6 +92,7 @@ async def test_a_node_that_was_lost_comes_back_or_the_run_ends_by_name() -> None
             each.join()
 
 
+@pytest.mark.wide
 async def test_a_node_waits_until_the_run_that_failed_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store may still answer: on a GPU it does so as long as the ranks live, which take seconds to die."""
     kill = LocalEngines.kill

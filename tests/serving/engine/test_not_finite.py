@@ -199,6 +199,7 @@ def test_the_plain_generate(models: Callable[[str], Path], transport: str, budge
             check(generate(runner, prompts, params, max_num_batched_tokens=budget), clean)
 
 
+@pytest.mark.wide
 def test_captured_steps(models: Callable[[str], Path]) -> None:
     """A request that becomes nan while its steps are replayed with others, and padding behind them."""
     with make_captured(models("mha"), num_kv_blocks=60) as runner:
@@ -220,6 +221,7 @@ def test_several_ranks(models: Callable[[str], Path], share: str) -> None:
         assert sum(rank.corrupted_requests for rank in llm.statistics.values()) == 5
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_a_draft_that_is_not_finite_is_only_a_wrong_draft(models: Callable[[str], Path], tree: bool) -> None:
     """Every draft is token 0, whose embedding is nan in the model that checks it, too."""

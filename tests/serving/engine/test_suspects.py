@@ -290,6 +290,7 @@ def test_a_search_for_two_among_1024_is_within_its_limit() -> None:
     assert engines.restarts_of_search == 21 <= SEARCH_RESTARTS
 
 
+@pytest.mark.wide
 @given(st.randoms(use_true_random=False), st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 @example(random.Random(0), 40, 40)

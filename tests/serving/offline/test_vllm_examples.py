@@ -243,6 +243,7 @@ def test_a_histogram_has_cumulative_buckets() -> None:
     assert metric == Histogram("x", {"engine": "0"}, 4, 30, {"1": 2, "8": 3, "+Inf": 4})
 
 
+@pytest.mark.wide
 def test_reproducibility(make_llm: MakeLLM) -> None:
     """The same seed gives the same outputs, of calls in the same order; None does not."""
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95, n=2)
@@ -317,6 +318,7 @@ def test_structured_outputs(make_llm: MakeLLM) -> None:
     assert caught.value.param == "structured_outputs.regex"
 
 
+@pytest.mark.wide
 def test_qwen_1m(make_llm: MakeLLM) -> None:
     llm = make_llm(
         model=TINY_CHAT,

@@ -114,6 +114,7 @@ FILES = {
 }
 
 
+@pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_refused_in_one_short_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "settings.yaml"
@@ -225,6 +226,7 @@ def fuzz(seed: int, file: Path) -> None:
         assert time.thread_time() - begun < 10, text
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_random_files_within_little_memory(seed: int, tmp_path: Path) -> None:

@@ -285,6 +285,7 @@ def test_no_code_of_a_checkpoint_is_run_and_nobody_is_asked(tmp_path: Path) -> N
         load_tokenizer(folder)
 
 
+@pytest.mark.wide
 def test_the_environment_of_the_hub_counts(cache: Path) -> None:
     """In a process of its own, as the hub's client reads its variables when it is imported."""
     words = [sys.executable, "-m", "serving.cli", "serve", "--model", NAME, "--trust-remote-code", "--print-config"]

@@ -94,6 +94,7 @@ def test_long_prompts_that_share_their_beginning_hold_up_nobody(policy: Scheduli
     assert "short" in admitted(loop.step())
 
 
+@pytest.mark.wide
 def test_beside_a_prompt_that_is_cut_few_of_its_own_body_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = make_loop(num_blocks=256, max_model_len=1024, max_num_batched_tokens=64)
     loop.add("long", [1] * 1000, group="body", max_tokens=1)
@@ -152,6 +153,7 @@ def test_with_any_limit_a_short_request_runs_beside_a_prompt_that_is_cut(limit: 
     loop.run()
 
 
+@pytest.mark.wide
 def test_who_waits_for_a_prefix_costs_a_step_little() -> None:
     loop = make_loop(**LARGE, max_num_seqs=64)
     shared = [place * place % 49 + 1 for place in range(120)]

@@ -43,6 +43,7 @@ def generated(llm: LLM, forms: list[dict[str, Any]]) -> Iterator[tuple[int, str 
         yield number % len(forms), output.outputs[0].finish_reason, output.outputs[0].text
 
 
+@pytest.mark.wide
 @pytest.mark.long
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("part", range(PARTS))

@@ -102,6 +102,7 @@ WRONG_SCHEMAS: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.wide_sample(3)
 @pytest.mark.parametrize(("schema", "message"), WRONG_SCHEMAS)
 def test_wrong_schemas_are_refused(schema: Any, message: str) -> None:
     assert message in str(refusal(json=schema))
@@ -270,6 +271,7 @@ def test_bounds_are_exact_where_floats_are_not() -> None:
 ENDS = [None, -2.25, -2, -0.5, 0, 0.05, 0.5, 1, 1.125, 2.25]
 
 
+@pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("low", ENDS)
 def test_ranges_are_what_they_say(low: float | None) -> None:
     """The library takes 0 where `exclusiveMinimum` is 0 and `maximum` below 1, and no 2.2 where `maximum` is 2.25."""

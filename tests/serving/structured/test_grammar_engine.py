@@ -289,6 +289,7 @@ def test_drafts_change_no_output(speculation: dict[str, Any], undrafted: list[li
         assert llm.statistics[0].accepted_tokens > 20
 
 
+@pytest.mark.wide
 def test_drafts_of_the_models_own_layer_change_no_output(tmp_path: Path) -> None:
     """Multi-token prediction, by a random model: most drafts are refused, by the grammar or the model."""
     path = make_mtp_checkpoint(tmp_path, vocab_size=2048, bos_token_id=1, eos_token_id=0)

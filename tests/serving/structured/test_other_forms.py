@@ -35,6 +35,7 @@ def test_classes_take_what_python_takes(regex: str) -> None:
     assert all(re.fullmatch(regex, sign) for sign in taken)
 
 
+@pytest.mark.wide_sample(4)
 @pytest.mark.parametrize("regex", SAME)
 @given(text=st.text(alphabet=SIGNS, max_size=4))
 def test_what_a_regex_takes_python_takes(regex: str, text: str) -> None:

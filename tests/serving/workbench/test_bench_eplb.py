@@ -123,6 +123,7 @@ def test_the_slowest_steps_are_compared_over_all_blocks() -> None:
     assert ratio_of_p99(still, still).median == 1.0
 
 
+@pytest.mark.wide
 def test_steps_are_compared_with_single_steps() -> None:
     """Of the same times in both, some of them long: the median of two is higher than that of six."""
     times = np.random.default_rng(0).exponential(size=(500, 8)) + 1
@@ -153,6 +154,7 @@ def test_equal_tokens_prove_nothing_if_no_experts_moved(capsys: pytest.CaptureFi
     assert "no experts changed their ranks while" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_an_order_is_found_that_hardly_any_draw_has() -> None:
     """Experts that differ little, in a placement that is nearly balanced whatever their order."""
     loads, placement = np.tile(np.linspace(1, 30, 64), (3, 1)), ExpertPlacement.default(3, 64, 2)

@@ -112,6 +112,7 @@ def test_a_schedule_that_computes_something_else_is_refused(dtype: torch.dtype) 
         setting.check_equal([setting.schedule(2), setting.schedule(3)])
 
 
+@pytest.mark.wide
 def test_the_ranks_compute_in_the_dtype_asked_for(tmp_path: Path) -> None:
     make_random_qwen3_moe(tmp_path, size=SMALL)
     options = overlap.Options(model=tmp_path, sequences=2, sequence_length=32, dtype="bfloat16")

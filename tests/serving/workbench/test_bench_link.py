@@ -116,6 +116,7 @@ print(median(seconds))
 """
 
 
+@pytest.mark.wide
 def test_both_directions_of_the_link_carry_at_once_though_a_rank_is_late(joined: Network) -> None:
     """A MiB each way at 200 Mbit/s takes 44 ms; over one connection the directions took turns: 84 ms."""
     joined.link.set(Speed(1000, 200))

@@ -231,6 +231,7 @@ LOADS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.server
 @pytest.mark.timeout(140)
 @pytest.mark.parametrize("only", [["offline", "one", "first"], pytest.param(["served"], marks=pytest.mark.slow)])

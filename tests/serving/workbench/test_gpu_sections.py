@@ -115,6 +115,7 @@ def test_what_decides_comes_first_and_what_fails_hides_nothing(asked: list[list[
     ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("place", "section", "options"), [(0, "kernels", []), (1, "lanes", ["--in-process"])])
 def test_what_it_asks_for_runs(
     place: int, section: str, options: list[str], asked: list[list[str]], monkeypatch: pytest.MonkeyPatch
@@ -130,6 +131,7 @@ def test_what_it_asks_for_runs(
     assert written[section].get("error") is None
 
 
+@pytest.mark.wide
 def test_every_section_has_tests_where_torch_sees_a_gpu(tmp_path: Path) -> None:
     """All files are collected as on a GPU, which some of them look for while they are imported."""
     (tmp_path / "sees_a_gpu.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
@@ -236,6 +238,7 @@ def test_a_section_that_breaks_loses_nothing_of_itself_or_of_others(
     assert sorted(failed.split(", ")) == sorted(BREAKING.keys() - {"good"})
 
 
+@pytest.mark.wide
 def test_a_section_of_several_processes_loses_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

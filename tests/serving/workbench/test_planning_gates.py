@@ -69,6 +69,7 @@ def test_the_document_has_the_predicted_gains(published: list[Gate]) -> None:
     assert shown == gates
 
 
+@pytest.mark.wide
 def test_a_known_miss_is_printed_as_one(
     published: list[Gate], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_known_miss_is_printed_as_one(
     assert lines[-1] == "1 of 24 gates missed"
 
 
+@pytest.mark.wide
 def test_published_gains_of_balance_are_met() -> None:
     """Row by row; where the document differs, put these in."""
     gates = balancing_gates()
@@ -221,6 +223,7 @@ def test_the_plan_pays_from_its_threshold_on(hardware: str, mode: str, ep: int, 
     assert speedup(plan.threshold - 1) < 1.01 or plan.threshold <= plan.best.schedule.lanes
 
 
+@pytest.mark.wide
 def test_weak_compute_or_a_fast_link_stays_with_one_batch() -> None:
     """Published: on H20 single-batch replaced two-batch overlap at small batches, on GB200 altogether."""
     for hardware, ep, tokens in (("h20-ib", 16, 32), ("gb200-nvl72", 48, 128)):
@@ -229,6 +232,7 @@ def test_weak_compute_or_a_fast_link_stays_with_one_batch() -> None:
         assert plan.named["two_batch_decode"].seconds > 1.2 * plan.serial.seconds
 
 
+@pytest.mark.wide
 def test_the_command_says_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     words = "simulate --hardware h100-ib --ep 128 --model deepseek-v3 --mode decode --max-chunks 2"
@@ -243,6 +247,7 @@ def test_the_command_says_prediction(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert written["speedup"] == pytest.approx(written["serial"]["seconds"] / written["best"]["seconds"])
 
 
+@pytest.mark.wide
 def test_loads_from_a_file_say_how_long_every_layer_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In half of the layers one rank has twice the mean: the mean of a balanced step and of one with such a rank."""
     loads = np.ones((2, 58, 256))
@@ -276,6 +281,7 @@ def test_loads_of_another_model_are_refused(tmp_path: Path) -> None:
         skews_of_files(model, 32, 0, tmp_path / "loads.npy", tmp_path / "placement.json")
 
 
+@pytest.mark.wide
 def test_figures_beyond_the_tables_are_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     words = "simulate --ep 128 --mode prefill --max-lanes 2 --max-chunks 1"
     assert main(words.split()) == 0

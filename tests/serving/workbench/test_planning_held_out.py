@@ -14,6 +14,7 @@ from serving.workbench.planning.published_eplb import published_placement
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.wide
 def test_never_worse_and_somewhere_better() -> None:
     gates = list(held_out_gates())
     assert len(gates) == 12

@@ -75,6 +75,7 @@ def test_two_machines_measure_together_and_the_first_one_writes(out: Path, capfd
     assert "round" not in shown.replace("whole rounds", "")
 
 
+@pytest.mark.wide
 def test_with_tensor_parallelism(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The vote of every step checks that the ranks of a replica have the same batch."""
     words = ["-tp", "2", "--data-parallel-size", "1", "--rounds", "1", "--search-best", "1"]
@@ -102,6 +103,7 @@ def test_a_rank_that_dies_ends_both_machines_and_is_named(out: Path, capfd: pyte
     assert not out.exists()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_a_machine_that_is_interrupted_ends_the_other(
     out: Path, number: signal.Signals, status: int, capfd: pytest.CaptureFixture[str]

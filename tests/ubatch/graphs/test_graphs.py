@@ -123,6 +123,7 @@ def test_graphs_of_two_sizes_and_both_kinds_interleave_in_one_pool(device: str) 
         assert case.wrapper.statistics().graph_replays == 24
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_thousand_replays_with_changing_metadata_take_no_memory(device: str) -> None:
     plans = [Planned(3, device), Planned(3, device)]

@@ -141,6 +141,7 @@ def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
     assert after.engaged_single - before.engaged_single >= (lines if before.engaged_single else 0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("mode", "step"),
     [

@@ -297,6 +297,7 @@ else:
 }
 
 
+@pytest.mark.wide
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("ways", [tuple(WAYS_TO_EXIT), *((way,) for way in WAYS_TO_EXIT)], ids=" and ".join)
 def test_a_process_exits_promptly_however_it_leaves_its_lanes(ways: tuple[str, ...]) -> None:

@@ -118,6 +118,7 @@ assert "one_more" in plan.SCHEDULES and "one_more" in gates.SCHEDULES
 """
 
 
+@pytest.mark.wide
 @pytest.mark.long
 def test_one_entry_is_all_that_a_new_schedule_takes() -> None:
     """Before anything else is imported, as if it stood in the file: settings, flags, runtime and simulator know it."""

@@ -283,6 +283,7 @@ def proofs(shape: dict[str, int], count: int) -> Iterator[str]:
             yield "proved" if statistics.proved == 2 else str(statistics.last_reason)
 
 
+@pytest.mark.wide
 def test_near_ties_retire_nothing() -> None:
     assert Counter(proofs(SMALL, 10)) == {"proved": 10}
 

@@ -386,6 +386,7 @@ def test_compiled_it_is_right(traced: UBatchWrapper, parent: bool) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 def test_compiled_code_calls_through_the_traced(traced: UBatchWrapper) -> None:
     uses: list[Callable[[Tensor], Tensor]] = [
