@@ -185,6 +185,7 @@ def test_what_a_config_can_say(tmp_path: Path, family: str, overrides: dict[str,
     check_prefill(make_checkpoint(tmp_path, family, **overrides))
 
 
+@pytest.mark.wide_sample(8)
 @LONG
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -194,6 +194,7 @@ def fails_when_it_starts_again(options: EngineOptions, rank: int, place: Place) 
     run_engine(options, rank, place)
 
 
+@pytest.mark.wide
 def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None:
     served = Served(restarting(2, profile_folder=tmp_path), fails_when_it_starts_again)
     client = served.client

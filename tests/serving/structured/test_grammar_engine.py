@@ -321,6 +321,7 @@ def test_drafts_of_the_models_own_layer_change_no_output(tmp_path: Path) -> None
     assert found[0] == found[1]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", ["draft_model", "ngram"])
 def test_rejection_sampling_obeys(algorithm: str) -> None:
     model = {"speculative_draft_model_path": TINY_MOE} if algorithm == "draft_model" else {"speculative_ngram_min": 1}
