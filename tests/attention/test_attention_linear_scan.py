@@ -84,6 +84,7 @@ def compare(prompts: Prompts, choice: ScanChoice, chunk: int, near: float) -> No
         torch.testing.assert_close(found, expected, atol=near, rtol=near)
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(4)
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("columns", [16, 128])
@@ -95,6 +96,7 @@ def test_wide_heads_in_parts(dtype: torch.dtype, columns: int, chunk: int) -> No
     compare(prompts, ScanChoice(columns, 4, 1), chunk, 2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.skipif(DEVICE == "cuda", reason="tensor cores round more; see the test of a GPU")
 def test_keys_that_are_alike_and_decays_of_all_sizes(dtype: torch.dtype) -> None:

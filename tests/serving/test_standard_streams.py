@@ -30,6 +30,7 @@ FULL = "ubatch: cannot write to standard output: No space left on device. Make r
 CLOSED = "ubatch: standard output is closed; send it to a file, or to /dev/null.\n"
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("words", "redirected", "status", "said"),

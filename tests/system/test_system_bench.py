@@ -81,6 +81,7 @@ def test_overlap_is_calibrated_and_engages(model: Path, tmp_path: Path, capsys: 
     write_json(tmp_path / "overlap.json", vars(overlap))
 
 
+@pytest.mark.wide
 @pytest.mark.long
 def test_a_device_is_never_faster_than_it_is() -> None:
     result = measure_scheduler(2, running=8)

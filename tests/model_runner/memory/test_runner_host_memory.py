@@ -33,6 +33,7 @@ GLIBC = platform.libc_ver()[0] == "glibc"
 needs_glibc = pytest.mark.skipif(not GLIBC, reason="only glibc, on Linux, keeps freed memory on request")
 
 
+@pytest.mark.long
 @needs_glibc
 @pytest.mark.parametrize(("pages", "steps"), [(640, 20), (10_240, 4)], ids=["2.5 MiB", "40 MiB"])
 def test_repeated_steps_take_no_new_pages(pages: int, steps: int) -> None:

@@ -185,6 +185,7 @@ def test_what_a_config_can_say(tmp_path: Path, family: str, overrides: dict[str,
     check_prefill(make_checkpoint(tmp_path, family, **overrides))
 
 
+@pytest.mark.wide_sample(8)
 @LONG
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -223,6 +224,8 @@ def test_configs_that_cannot_be(checkpoint: Callable[[str], Path], family: str) 
             kind.read_config(HFConfig({**values, **changes}, Path("config.json")), generation)
 
 
+@pytest.mark.long
+@pytest.mark.wide_sample(1)
 @each_family
 def test_a_checkpoint_is_read_whole(checkpoint: Callable[[str], Path], family: str, tmp_path: Path) -> None:
     """All that transformers writes is read; a tensor that is missing, and one too many, are refused by name."""
@@ -389,6 +392,7 @@ def forget_a_layer(model: Any) -> None:
     model.layers[2] = model.layers[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     [forget_a_norm, forget_the_last_norm, take_the_next_frequency, swap_experts, swap_gate_and_up, forget_a_layer],

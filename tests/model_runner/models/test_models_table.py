@@ -95,6 +95,7 @@ def drafts_of(family: str) -> str:
     return "yes" if any(re.search(r"mtp|layers", name) for name in left_out) else "no"
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_cell_is_true(family: str, tmp_path: Path) -> None:

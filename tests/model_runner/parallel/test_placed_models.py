@@ -37,6 +37,7 @@ def config_of(path: Path) -> DecoderConfig:
         return runner.config
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("family", [each for each in SPARSE if each in FAMILIES])
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -51,6 +52,8 @@ def test_any_placement_gives_the_same_logits(
     close(prefill_logits(path, placement=placement, **own), prefill_logits(path, **own))
 
 
+@pytest.mark.long
+@pytest.mark.wide_sample(1)
 @pytest.mark.parametrize("experts", ["reference", "grouped", "packed", pytest.param("native", marks=needs_c)])
 @pytest.mark.parametrize("overlap", [False, True], ids=["whole", "lanes"])
 def test_decode_steps_with_every_back_end(checkpoint: Callable[[str], Path], experts: str, overlap: bool) -> None:

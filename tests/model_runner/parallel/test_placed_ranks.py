@@ -69,6 +69,7 @@ def test_any_placement_on_two_ranks(tmp_path: Path) -> None:
     check({"placed": checkpoint_of(tmp_path, 8)}, arms, 2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 1)])
 def test_any_placement_with_tensor_parallelism_and_more_ranks(tmp_path: Path, ranks: int, size: int) -> None:
     paths = {"placed": checkpoint_of(tmp_path, 7)}

@@ -50,6 +50,7 @@ def first_step(runner: ModelRunner, **params: Any) -> tuple[list[int], PendingSt
     return counts, step
 
 
+@pytest.mark.long
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("lanes", [False, True], ids=["unsplit", "lanes"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,6 +66,7 @@ def test_last_mlp_runs_for_sampled_rows(tmp_path: Path, family: str, lanes: bool
         close(logits, torch.stack([reference_logits(reference, PROMPTS[index])[-1] for index in (0, 1, 3)]))
 
 
+@pytest.mark.long
 def test_all_rows_run_if_they_are_read(tmp_path: Path) -> None:
     """For prompts' log-probabilities, for an observer, and in a step that samples every row."""
 

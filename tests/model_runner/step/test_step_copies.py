@@ -225,6 +225,7 @@ def test_steps_of_a_runner(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, at
     assert found == expected
 
 
+@pytest.mark.wide
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
 @pytest.mark.parametrize("attention", ["torch", "triton", "flashinfer"])

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(3)
 @pytest.mark.parametrize(("family", "changes", "kind"), CASES.values(), ids=CASES)
 def test_logits_are_those_of_the_weights_that_it_means(

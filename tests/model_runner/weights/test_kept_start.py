@@ -45,6 +45,7 @@ def logits(path: Path = TINY_MOE, **settings: Any) -> Tensor:
         return prompt_logits(runner)
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_process_attaches_every_family(

@@ -9,6 +9,7 @@ from repository import ROOT
 LOADS = all_loads()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in LOADS if "128" in name])
 def test_a_plan_is_no_worse_and_moves_less(name: str) -> None:
     row = compare(name, LOADS[name], RANKS[0], every=8)

@@ -157,6 +157,7 @@ def fails_when_it_starts_again(options: EngineOptions, rank: int, place: Place) 
     run_engine(options, rank, place)
 
 
+@pytest.mark.wide
 async def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -> None:
     async with started(restarting(2, profile_folder=tmp_path), fails_when_it_starts_again) as client:
         await kill_engine(client)

@@ -68,6 +68,7 @@ def test_ranks_tell_every_routed_token_once(options: EngineOptions, tmp_path: Pa
     assert counts[1].any()
 
 
+@pytest.mark.wide
 def test_a_restart_keeps_the_window(tmp_path: Path) -> None:
     path = tmp_path / "loads.npy"
     with Served(tiny(2, expert_parallel=True, restarts=RestartLimits(3), expert_load_out=path)) as served:

@@ -92,6 +92,7 @@ def undisturbed(runner: ModelRunner) -> dict[str, RequestOutput]:
     return told.outputs()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_outputs_are_those_of_one_engine(way: str, runner: ModelRunner, undisturbed: dict[str, RequestOutput]) -> None:
     """However many steps each engine has run."""

@@ -304,6 +304,7 @@ def test_drafts_of_the_models_own_layer_change_no_output(tmp_path: Path) -> None
     assert found[0] == found[1]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("algorithm", ["draft_model", "ngram"])
 def test_rejection_sampling_obeys(algorithm: str) -> None:
     speculation = MODEL if algorithm == "draft_model" else NGRAM

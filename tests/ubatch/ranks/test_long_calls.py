@@ -92,6 +92,7 @@ def test_peers_wait_for_a_rank_that_warms_up(rank: int, group: CommGroup) -> Non
     group.reset()
 
 
+@pytest.mark.wide
 @on_ranks(3, dying=[2])
 def test_who_is_late_is_not_taken_for_the_one_that_died(rank: int, group: CommGroup) -> None:
     """Neither answers when rank 0's transport fails, but one of them has said why."""

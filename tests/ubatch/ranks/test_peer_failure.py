@@ -113,6 +113,7 @@ def test_a_step_whose_error_was_swallowed_is_no_result(rank: int, group: CommGro
 # --------------------------------------------------------------------------------------------------- many rounds
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("world_size", "rounds"), [(2, 40), (3, 20)])
 @on_ranks(timeout_s=GROUP_TIMEOUT_S)
