@@ -51,6 +51,7 @@ def without(path: Path, *left_out: str) -> Iterator[str]:
             yield function.name
 
 
+@pytest.mark.long
 def test_every_folder_has_tests_in_make_test() -> None:
     folders = {path.parent for path in TESTS.rglob("test_*.py")} - {TESTS / "clients", TESTS / "stub_cuda"}
     assert len(folders) > 30

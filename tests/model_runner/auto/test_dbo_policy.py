@@ -29,6 +29,7 @@ def test_never_below_serial_and_close_to_the_better_way_of_every_step(link: floa
             assert found.trials == 0  # nothing to hide, so nothing is tried
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("spread", [NOISE, 3 * NOISE])
 def test_over_five_hundred_steps_it_is_not_below_serial(link: float, spread: float) -> None:

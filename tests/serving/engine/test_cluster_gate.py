@@ -61,6 +61,7 @@ def with_keys(server_public: bytes, secret: bytes) -> Callable[[zmq.Socket[bytes
     return dress
 
 
+@pytest.mark.long
 async def test_strangers_are_not_heard_and_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
     strange = z85.encode(b"x" * 32)
     strangers: list[Callable[[zmq.Socket[bytes]], object]] = [

@@ -125,6 +125,7 @@ async def test_of_ranks_that_step_together_the_one_that_hangs_is_named() -> None
 # -- without processes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_heart_beats_where_a_wait_goes_on_and_announces_long_calls() -> None:
     sent: list[float] = []
     heart = Heart(sent.append, every_s=0.5)

@@ -53,6 +53,7 @@ def test_a_node_0_that_accepts_and_then_says_nothing_is_named() -> None:
         assert time.monotonic() - begun < 6 * TIMEOUT_S
 
 
+@pytest.mark.long
 def test_a_node_0_that_is_started_later_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "serving")
     port = free_port()

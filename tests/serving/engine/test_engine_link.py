@@ -40,6 +40,7 @@ def slowly(messages: Iterator[ToEngine]) -> list[str]:
     return taken
 
 
+@pytest.mark.long
 def test_a_flood_of_messages_is_taken_in_over_several_steps(tmp_path: Path) -> None:
     """Those that run must not wait until all of a large body's requests are read."""
     names = [str(number) for number in range(300)]

@@ -68,6 +68,7 @@ def hanging() -> Iterator[Hanging]:
         lane.release.set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("which", [0, 1, -1])
 def test_a_hang_is_reported_with_every_lanes_point_and_stack(which: int, lanes: int) -> None:
@@ -136,6 +137,7 @@ def test_a_lane_that_ends_while_the_others_unwind_from_its_hang(monkeypatch: pyt
     assert no_lane_threads_within(5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["user", "layer"])
 def test_the_time_out_counts_from_the_last_point_even_one_that_is_switched_off(point: str) -> None:
     def slow() -> str:
@@ -175,6 +177,7 @@ def bounded(longest_wait_s: float) -> Any:
     return {"connection": cast(Connection, Bounded(longest_wait_s))}
 
 
+@pytest.mark.long
 def test_a_wait_on_a_connection_is_no_hang() -> None:
     """It has a time-out of its own, which knows the peer."""
     work = FakeWork()
@@ -195,6 +198,7 @@ def endless_work(*, regards_timeout: bool) -> Iterator[FakeWork]:
         work.finish()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, bounded(0.3), {"stream_ordered": True}])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_transfer_that_nobody_ends_is_a_hang(which: int, settings: dict[str, Any]) -> None:
@@ -216,6 +220,7 @@ def test_the_time_out_of_a_transfer_can_be_suspended() -> None:
         timer.join()
 
 
+@pytest.mark.long
 def test_a_transfer_that_is_known_to_arrive_late_is_no_hang() -> None:
     def body() -> int:
         transfer = Transfer("emulated", [FinishedWork()], lambda: 7)

@@ -179,6 +179,7 @@ def test_a_watch_ends_with_its_connection() -> None:
     assert within(5, lambda: not watch._thread.is_alive())
 
 
+@pytest.mark.long
 def test_a_watch_that_could_not_look_blames_nobody() -> None:
     """Its own process was stopped, or held Python's lock and did not say so; the peers' beats may have come or not."""
     store, told = dist.HashStore(), Told()
