@@ -121,7 +121,8 @@ class StepRunner(CapturingRunner):
             StepOrderError, RequestError, KVCacheExhausted: see `launch`.
             UBatchError: the runner was closed.
         """
-        self.check_open()
+        if self.closed:
+            self.check_open()
         step = scheduled if isinstance(scheduled, Step) else Step.of(scheduled)
         check_acceptance(step.shares, self.settings.acceptance)
         masked = self.graphs is not None and self.graphs.takes_trees
