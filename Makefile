@@ -75,7 +75,7 @@ WORKERS ?= $(shell echo $$(($(CORES) + 1)))
 PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 PARALLEL := --dist loadfile --no-loadscope-reorder -n
 
-test: setup-test ## the tests, of many cases that are alike a sample: 5 minutes on 2 cores
+test: setup-test ## the tests, of many cases that are alike a sample: 5 to 7 minutes on 2 cores
 	$(PYTEST) -m "not slow and not wide" $(PARALLEL) $(WORKERS)
 
 test-wide: setup-test ## the other cases; CI runs both
@@ -120,6 +120,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench faults examples/models/tiny-chat --only soak --minutes 20 --every-s 60 --json $(RESULTS)/faults-soak.json
 	$(BIN)/ubatch bench structured --json $(RESULTS)/structured.json
 	$(BIN)/ubatch bench eplb --json $(RESULTS)/eplb.json
+	$(BIN)/ubatch bench eplb --only gain --experts 32 --experts-per-token 4 --expert-size 768 --blocks 20 --json $(RESULTS)/eplb-gain.json
 	$(BIN)/ubatch bench eplb --only shift --json $(RESULTS)/eplb-shift.json
 	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json
 	$(BIN)/ubatch bench faults examples/models/tiny-chat --only cost --blocks 160 --json $(RESULTS)/faults-cost.json

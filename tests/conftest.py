@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -58,7 +59,6 @@ tqdm.monitor_interval = 0  # no thread of its own
 
 try:
     from hypothesis import settings
-    from hypothesis.internal.conjecture import providers
 except ImportError:  # a GPU machine may lack it, and then skips what needs it
     pass
 else:
@@ -66,8 +66,10 @@ else:
     settings.register_profile("ubatch", deadline=None, derandomize=True, database=None, max_examples=40)
     settings.register_profile("explore", deadline=None, max_examples=2000)
     settings.load_profile("ubatch")
-    # It would parse this tree for constants to try, in each worker: examples would depend on what is imported.
-    providers._get_local_constants = lambda: providers._local_constants
+    with suppress(ImportError):  # it would parse this tree for constants to try, in each worker
+        from hypothesis.internal.conjecture import providers
+
+        providers._get_local_constants = lambda: providers._local_constants
 
 pytest.register_assert_rewrite(
     "model_checks", "peer_failure_cases", "attention_conformance"

@@ -147,6 +147,9 @@ class _Measured(UserDict[str, Any]):
             os.pwrite(self._memory, entry, self._end)
             self._end += len(entry)
 
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("what was measured stays.")
+
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 

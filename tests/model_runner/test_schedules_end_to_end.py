@@ -65,7 +65,7 @@ QUICK: list[Cell] = [
     ("Qwen3Moe", "two_batch_decode_qwen3", 2),
     ("Qwen3Moe", "two_batch_prefill", 2),
 ]
-"""Those that run in `make test`."""
+"""Those that CI runs."""
 STEPS = 3
 LANE_NAMES = "ABC"
 

@@ -48,7 +48,9 @@ ARMS = {
 }
 FEW, MANY = SIZES = 2, 16
 """Layers of the two models whose difference is what a layer takes."""
-BATCH, TOKENS, RUNS = 64, 1024, 20
+BATCH, TOKENS, RUNS, BLOCKS = 64, 1024, 20, 100
+MOST_OF_WHOLE = 2.4
+"""Processor time of two lanes over that of the whole batch. It is 2.1 to 2.2, and scatters by a tenth."""
 MOST_ADDS = 4
 """Of torch's, in whose time a kernel is launched."""
 
@@ -68,7 +70,7 @@ def test_a_layer_launches_no_more_than_the_table_says() -> None:
     with ExitStack() as stack:
         runs = {(name, layers): stack.enter_context(steps_of(ARMS[name], layers)) for name in ARMS for layers in SIZES}
         launched = {each: launched_by(run) for each, run in runs.items()}
-        blocks = [timed_in_turns(runs) for _ in range(RUNS)]
+        blocks = [timed_in_turns(runs) for _ in range(BLOCKS)]
     for name, arm in ARMS.items():
         few, many = (launched[name, layers] for layers in SIZES)
         per_layer = {what: (many[what] - few[what]) / (MANY - FEW) for what in many}
@@ -82,6 +84,7 @@ def test_a_layer_launches_no_more_than_the_table_says() -> None:
     ratio = statistics.median(block[lanes] / block[whole] for block in blocks)
     print(f"two lanes over whole: {ratio:.2f}")
     note("two lanes over whole", round(ratio, 2))
+    assert ratio <= MOST_OF_WHOLE
 
 
 @torch.inference_mode()

@@ -102,6 +102,7 @@ class Bench:
     mla: bool
     kind: type[Any]
     real: bool = False
+    device_type: str | None = None
 
     @property
     def traits(self) -> BackendTraits:
@@ -111,7 +112,9 @@ class Bench:
 
     @property
     def device(self) -> str:
-        """Where its batches are: stand-ins compute on a CPU."""
+        """Where its batches are, if it does not say so: stand-ins compute on a CPU."""
+        if self.device_type is not None:
+            return self.device_type
         stands_in = self.name in OVER_FLASHINFER and not self.real
         return DEVICE if DEVICE in self.traits.devices and not stands_in else "cpu"
 
@@ -274,10 +277,10 @@ def lanes_between(edges: Iterable[int], metadata: CommonAttentionMetadata) -> li
     return [UBatchSlice(slice(first, last), slice(start, stop)) for first, last, start, stop in lanes]
 
 
-def check_lanes(bench: Bench, batch: AnyBatch, edges: Sequence[int], kernels: StandIns) -> None:
+def check_lanes(bench: Bench, batch: AnyBatch, edges: Sequence[int], kernels: StandIns) -> tuple[torch.Tensor, Any]:
     """Lanes, planned before any runs, and each a layer ahead of the next, give what the whole batch gives.
 
-    A back end object serves each lane: none touches another's memory.
+    A back end object serves each lane: none touches another's memory. Returns the first layer's output, and the cache.
     """
     there = batch.on(bench.device)
     slices = lanes_between(edges, batch.metadata)
@@ -299,6 +302,7 @@ def check_lanes(bench: Bench, batch: AnyBatch, edges: Sequence[int], kernels: St
     assert len({id(backend) for backend in made}) == len(made)
     memory = [place for backend in made for place in set(tensors_of(backend, skip=(cache,)).values())]
     assert len(memory) == len(set(memory)), "two lanes share memory"
+    return torch.cat([outs[lane, 0] for lane in lanes]), cache
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.long
 
 DOCUMENT = ROOT / "docs" / "expert-balance.md"
 ROWS: Mapping[str, str] = {
-    "(with - without) / (perfect - without)": "{eplb[gain][of_possible][serial]:.2f []}",
-    "perfect / without": "{eplb[gain][possible][serial]:.3fx []}",
-    "with / without": "{eplb[gain][gain][serial]:.2fx []}",
-    "the same in two lanes": "{eplb[gain][of_possible][dbo]:.2f []} of {eplb[gain][possible][dbo]:.2fx []}",
-    "DBO and balance together": "{eplb[gain][both]:.2fx []}",
+    "(with - without) / (perfect - without)": "{eplb-gain[gain][of_possible][serial]:.2f []}",
+    "perfect / without": "{eplb-gain[gain][possible][serial]:.3fx []}",
+    "with / without": "{eplb-gain[gain][gain][serial]:.2fx []}",
+    "the same in two lanes": "{eplb-gain[gain][of_possible][dbo]:.2f []} of {eplb-gain[gain][possible][dbo]:.2fx []}",
+    "DBO and balance together": "{eplb-gain[gain][both]:.2fx []}",
     "different tokens": "{eplb[same][different]} of {eplb[same][tokens]}",
     "predicted steps": "{errors}",
     "counting": "{eplb[counting][share][prefill]:.3%} of a prefill, {eplb[counting][share][decode]:.2%} of a decode",

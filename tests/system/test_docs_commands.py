@@ -39,7 +39,7 @@ FASTER: Mapping[str, str] = {
     "examples/wrap_transformers.py": "--max-new-tokens 4",
 }
 """Begin of a command -> flags that make it quick. Figures are those of the document then only in kind."""
-IN_MAKE_TEST = ("ubatch completion",)
+IN_CI = ("ubatch completion",)
 """Sections with these run for every change, the others in `make test-slow`."""
 
 SECTIONS = {section.name: section for section in sections()}
@@ -133,7 +133,7 @@ def test_commands_stand_in_fenced_blocks() -> None:
 
 
 def test_what_is_not_run_is_there() -> None:
-    for part in (*NOT_RUN, *FASTER, *IN_MAKE_TEST):
+    for part in (*NOT_RUN, *FASTER, *IN_CI):
         assert any(part in command.text for _, command in COMMANDS), f"{part!r}: no document has this command any more"
 
 
@@ -141,7 +141,7 @@ def test_what_is_not_run_is_there() -> None:
 
 
 def marks_of(section: Section) -> list[pytest.MarkDecorator]:
-    quick = any(part in command.text for part in IN_MAKE_TEST for command in section.commands)
+    quick = any(part in command.text for part in IN_CI for command in section.commands)
     return [] if quick else [pytest.mark.slow]
 
 

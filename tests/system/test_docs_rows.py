@@ -132,8 +132,8 @@ ROWS: Mapping[str, str] = {
         "{structured[results][compile_ms]:.1f []} ms"
     ),
     "prefills on two ranks with popular experts": (
-        "{eplb[gain][gain][dbo]:.2fx []} faster, in one lane {eplb[gain][gain][serial]:.2fx []}; while experts move a "
-        "step takes {eplb[moving][median]:.2f []} of its time"
+        "{eplb-gain[gain][gain][dbo]:.2fx []} faster, in one lane {eplb-gain[gain][gain][serial]:.2fx []}; while "
+        "experts move a step takes {eplb[moving][median]:.2f []} of its time"
     ),
     "`--enable-dbo`, two servers": (
         "{slow[prefill][dbo][speedup]:.2fx []} faster; a mixed load {slow[mixed][dbo][speedup]:.2fx []}, the same "

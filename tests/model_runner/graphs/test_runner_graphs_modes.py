@@ -209,7 +209,8 @@ def test_all_ranks_replay_one_shape_or_none(
     captured: ModelRunner, ranks: list[tuple[int, int]], lanes: int, room: int | None
 ) -> None:
     found = agreed(captured, ranks, lanes=lanes)
-    assert (found.graph and (found.graph.lane_requests, found.graph.lanes)) == (room and (room, lanes))
+    shape = None if found.graph is None else (found.graph.lane_requests, found.graph.lanes)
+    assert shape == (None if room is None else (room, lanes))
     assert bool(found.decision.graph_mode) == (room is not None)
 
 

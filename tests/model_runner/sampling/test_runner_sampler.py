@@ -6,7 +6,9 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,9 +110,11 @@ def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(vocab: int, 
     assert all((token == NO_TOKEN) is (bad != float("-inf")) for token in some)
 
 
-@pytest.mark.wide
 def test_the_truncation_of_flashinfer_gives_the_same_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draws, evenly spaced, fall in the vocabulary's order and not by likelihood; as many fall on every token."""
+    """The draws, evenly spaced, fall in the vocabulary's order and not by likelihood; as many fall on every token.
+
+    What flashinfer gets is cut by min-p before.
+    """
     count = 500
     logits, other = torch.randn(2, 1500) * 8
     params = SamplingParams(temperature=1.3, top_k=1200, top_p=0.93, min_p=0.05)
@@ -119,8 +123,12 @@ def test_the_truncation_of_flashinfer_gives_the_same_distribution(monkeypatch: p
     each = [params] * count + [SamplingParams(temperature=0.7)]
     by_sorting = tokens_of(rows, each, [*draws, 0.4])
     monkeypatch.setattr(model_runner.sampling.sampler, "truncates", lambda device: True)
-    monkeypatch.setattr(model_runner.sampling.sampler, "keep_most_likely", without_sorting)
+    keep = Mock(side_effect=without_sorting)
+    monkeypatch.setattr(model_runner.sampling.sampler, "keep_most_likely", keep)
     unsorted = tokens_of(rows, each, [*draws, 0.4])
+    given = keep.call_args.args[0][0]
+    cut = reference_distribution(logits, replace(params, top_k=0, top_p=1.0))
+    assert {int(token) for token in given.nonzero()} == cut.keys() > reference_distribution(logits, params).keys()
     expected = reference_distribution(logits, params)
     for tokens in (by_sorting, unsorted):
         found = Counter(tokens[:-1])

@@ -84,7 +84,6 @@ def test_after_prompts(made: SimpleNamespace, runner: ModelRunner, chunk: int) -
     check_chain(proposer, network, made.reference, requests)
 
 
-@pytest.mark.wide
 def test_after_any_number_of_accepted_drafts_and_plain_steps(made: SimpleNamespace, runner: ModelRunner) -> None:
     network = Recording(load_draft("eagle", made.head, runner))
     proposer = attached(runner, network, num_steps=3)
@@ -152,6 +151,15 @@ def test_a_model_drafts_what_it_would_say(made: SimpleNamespace, runner: ModelRu
             (expected,) = plain_tokens(made.small, [request.token_ids], 3)
             assert list(draft.tokens) == expected
         step(runner, [ScheduledRequest(r, 1) for r in requests]) if turn == 1 else verify(runner, requests, drafts)
+
+
+def test_a_model_runs_what_was_accepted_even_if_plain_steps_come_first(
+    made: SimpleNamespace, runner: ModelRunner
+) -> None:
+    proposer, requests = drafting(runner, load_draft("draft_model", made.target, runner), num_steps=3)
+    for _ in range(3):
+        assert counts(verify(runner, requests, proposer.propose(requests, [3] * 3))) == [4] * 3
+        step(runner, [ScheduledRequest(request, 1) for request in requests])
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "draft_model"])

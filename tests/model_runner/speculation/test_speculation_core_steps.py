@@ -182,7 +182,6 @@ def first_tokens(runner: ModelRunner, params: SamplingParams, q: Tensor, *, know
     return found
 
 
-@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("known", [True, False], ids=["drawn", "certain"])
 def test_a_runner_that_rejects_gives_the_targets_distribution(checkpoint: Path, known: bool) -> None:
@@ -201,7 +200,7 @@ def test_a_runner_that_rejects_gives_the_targets_distribution(checkpoint: Path, 
         assert p_value(counts, q) < 1e-9
         accepted = sum(len(own) > 1 for own in tokens) / len(tokens)
         overlap = torch.minimum(p / p.sum(), q).sum() if known else (p / p.sum() * q).sum()
-        assert abs(accepted - overlap) < 0.05
+        assert abs(accepted - overlap) < 4 * (overlap * (1 - overlap) / len(tokens)) ** 0.5
         assert tokens == first_tokens(runner, params, q.float(), known=known)
 
 

@@ -112,16 +112,17 @@ def test_a_step_is_read_while_the_next_one_runs(ahead: Ahead) -> None:
 
 @pytest.mark.gpu
 def test_inputs_arrive_while_a_step_runs_and_the_caller_waits_for_nobody(ahead: Ahead) -> None:
-    streams = ahead.runner.streams
+    streams, sent = ahead.runner.streams, [torch.arange(1000), torch.empty(0), torch.rand(2, 3, dtype=torch.float64)]
     with device_asleep(ahead.runner) as awake:
         with streams.forward():
-            (arrived,) = to_device([torch.arange(1000)], ahead.runner.device)
+            arrived = to_device(sent, ahead.runner.device)
         streams._upload.synchronize()
         assert not awake.query()
         step = ahead.launch()
         torch.cuda.current_stream().synchronize()
         assert not awake.query()
-    assert torch.equal(arrived.cpu(), torch.arange(1000))
+    for here, there in zip(sent, arrived, strict=True):
+        assert torch.equal(there.cpu(), here)
     ahead.read(step)
 
 

@@ -44,7 +44,6 @@ def test_traffic() -> None:
     run_checks(_traffic, _known_sizes, _sent_to_all, _traffic_of_chunks, _one_round_trip_of_counts, _traffic_of_blocks)
 
 
-@pytest.mark.wide
 def test_an_emulated_link() -> None:
     run_checks(_emulated_link, _overlap)
 

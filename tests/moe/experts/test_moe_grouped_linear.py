@@ -1,4 +1,4 @@
-"""The products that native experts are made of, against one product per expert."""
+"""The products that native experts are made of: threads, refusals, and which are chosen."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from api_bodies import refused
 from api_clients import CHAT, COMPLETIONS, complete, post, tokenizer
 from fake_engine import FakeEngine
 from hypothesis import given
@@ -49,6 +50,13 @@ def test_none_of_them_is_nothing() -> None:
     complete(engine, {"bad_words": []})
     for request in engine.requests:
         assert (request.params.allowed_token_ids, request.params.bad_token_sequences) == (None, ())
+
+
+def test_each_output_of_a_chat_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.api.allowed_tokens.MAX_ALLOWED_OF_ALL", 12)
+    body = {**ASKS[CHAT], "allowed_token_ids": [1, 2, 3], "max_tokens": 1}
+    assert post(FakeEngine(), CHAT, {**body, "n": 4}).status_code == 200
+    assert refused(FakeEngine(), CHAT, {**body, "n": 5})["param"] == "allowed_token_ids"
 
 
 def test_ids_that_repeat_count_once() -> None:

@@ -79,6 +79,7 @@ def test_one_prompt_is_told_from_several() -> None:
         (5, "a prompt is a text"),
         ([None], "a prompt is a text"),
         ([["a"]], "a prompt is a text"),
+        ([1, 2.5], r"a list of token ids, not \[1, 2\.5\]"),
         ("a\ud800", "half of a surrogate pair"),
         ([[]], "is empty"),
         ([-1], "vocabulary"),
@@ -103,6 +104,7 @@ def test_arguments_of_generate(llm: LLM) -> None:
 
     llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=bar)
     assert bars[0]["total"] == 2
+    assert llm.generate([]) == []
     first = llm.generate(["a"] * 3, SamplingParams(max_tokens=1), priority=[3, 2, 1])
     assert len(first) == 3
     wrong: dict[str, Any] = {

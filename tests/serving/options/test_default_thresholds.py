@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
 from repository import ROOT, TINY_MOE
 
 CHANGED = {"dbo_decode_token_threshold": (32, 47), "dbo_prefill_token_threshold": (512, 611)}
@@ -43,7 +42,6 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.wide
 def test_a_changed_default_is_seen_everywhere() -> None:
     code = CODE.format(changed=json.dumps(CHANGED), model=str(TINY_MOE))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

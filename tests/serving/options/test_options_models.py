@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from dense_checkpoint import DenseQwen3, make_small
+from dense_checkpoint import make_small
 from repository import MODELS, TINY_MOE
 
 from attention import UBatchAttention
-from model_runner import ModelRunner, make_random_qwen3_moe
+from model_runner import ModelRunner
 from moe import FusedExperts
 from serving.cli import main
 from serving.engine.options import EngineOptions
@@ -36,7 +35,7 @@ def test_the_experts_back_end_reaches_the_runner() -> None:
 
 
 def test_a_dense_model_has_no_experts_to_choose_for(tmp_path: Path) -> None:
-    make_random_qwen3_moe(tmp_path, 0, size=DenseQwen3(), dtype=torch.float32)
+    make_small(tmp_path, dense=True)
     with pytest.raises(ConfigError, match=r"--moe-backend grouped: the checkpoint is a dense model\."):
         read_serve_command("ubatch serve", "", [str(tmp_path), "--moe-backend", "grouped", "--device", "cpu"])
     with pytest.raises(ConfigError, match="is a dense model, without experts that --enable-expert-parallel could"):

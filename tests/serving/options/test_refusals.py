@@ -60,6 +60,7 @@ CALLS: Mapping[str, str] = {
     "--eplb-min-rebalancing-utilization-threshold 1": "use --eplb-config.balancedness_fall",
     "--eplb-rebalance-layers-per-chunk 1": "use --eplb-config.move_bytes_per_step",
     "--expert-distribution-recorder-mode 1": "use --expert-load-out",
+    "serve nowhere --uvicorn-log-level info": "unknown flag --uvicorn-log-level; use --log-level.",
     "serve TINY --prompt x": "it is one of `ubatch generate`, and has no effect on `ubatch serve`",
     "generate TINY --port 1": "it is one of `ubatch serve`, and has no effect on `ubatch generate`",
     "tune TINY --no-enable-dbo": "it is one of `ubatch serve`, and has no effect on `ubatch tune`",

@@ -183,3 +183,18 @@ def test_what_cannot_work_is_refused_before_it_is_launched(rank: int, group: Com
         unvoted(torch.ones(8, 8, dtype=torch.float64))
     # Nothing of the above was launched, or the ranks would be out of step here.
     assert torch.equal(ubatch.all_reduce(torch.full((2,), float(rank)), group), torch.ones(2))
+
+
+@on_ranks(2)
+def test_inputs_that_require_grad_are_refused_in_a_lane(rank: int, group: CommGroup) -> None:
+    x = torch.ones(4, 2, requires_grad=True)
+
+    def body() -> None:
+        for launch in (ubatch.all_reduce, ubatch.all_gather, ubatch.reduce_scatter, ubatch.all_to_all_single):
+            with pytest.raises(ubatch.GradientError):
+                launch(x, group)
+            with torch.no_grad():
+                launch(x, group)
+            launch(x.detach(), group)
+
+    in_lanes(group, Schedule("two lanes"), body)

@@ -115,13 +115,11 @@ def test_what_splitting_costs_decides() -> None:
     assert (alone.schedule.lanes, alone.schedule.chunks, alone.speedup) == (1, 1, 1.0)
 
 
-@pytest.mark.wide
 def test_dear_hand_offs_leave_fewer_lanes() -> None:
     cheap, dear = (best_of(shares([whole(0.7, 0.3)]), max_chunks=1, handoff_s=cost) for cost in (0.0, 0.05))
     assert cheap.schedule.lanes > dear.schedule.lanes
 
 
-@pytest.mark.wide
 def test_extra_bytes_of_chunks_count() -> None:
     def heavier(lanes: int, chunks: int, chunk_dispatch: bool) -> LayerTimes:
         own, factor = scaled(whole(0.3, 0.7), 1 / lanes), 1.48 if chunks > 1 else 1.0
