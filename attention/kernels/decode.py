@@ -55,8 +55,8 @@ class DecodeSplits:
     ) -> "DecodeSplits":
         """Choose enough splits to launch `num_programs` programs, but none shorter than `MIN_KEYS_PER_SPLIT` keys.
 
-        A sixteenth of the programs may be missing: one more split would give a few idle processors work, and all of
-        them a second kernel.
+        Keys stay whole where a sixteenth of the programs is missing: to split them would give a few idle processors
+        work, and all of them a second kernel.
 
         Args:
             max_queries: most queries of a request.
@@ -68,8 +68,8 @@ class DecodeSplits:
         if shape.sliding_window is not None:
             seen = min(seen, shape.sliding_window + max_queries - 1)
         per_split = max(1, num_reqs) * (blocks or shape.num_kv_heads)
-        wanted, missing = divmod(num_programs, per_split)
-        wanted += missing > num_programs // _MISSING
+        nearly_all = per_split >= num_programs - num_programs // _MISSING
+        wanted = 1 if nearly_all else cdiv(num_programs, per_split)
         return cls(max_queries, max(1, min(wanted, cdiv(seen, MIN_KEYS_PER_SPLIT), MAX_SPLITS)), tile)
 
     def workspace_numbers(self, shape: AttentionShape, num_reqs: int) -> int:

@@ -26,6 +26,8 @@ from ubatch.kernels.triton_jit import INTERPRETED, power_of_2
 
 _LENGTHS = (512, 2048, 8192)
 _PREFILL_TOKENS = 4096
+_RULE = " (2)"
+"""Of the keys of timed choices: which rule of `DecodeSplits.choose` they were timed by."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def tune_decode(
         workspace = torch.empty(splits.workspace_numbers(shape, num_reqs), dtype=torch.float32, device=cache.device)
         decode_attention(q, out, PagedLayer(shape, cache, 0, batch), splits, workspace)
 
-    key = f"decode attention, {_name(shape, cache)}, {num_reqs} x {max_queries} queries, {seq_len} keys"
+    key = f"decode attention{_RULE}, {_name(shape, cache)}, {num_reqs} x {max_queries} queries, {seq_len} keys"
     return autotune(key, choices, run, device=cache.device)
 
 
@@ -221,7 +223,7 @@ def tune_latent_decode(
 
     heads = f"{shape.num_heads} heads over {shape.kv_lora_rank} + {shape.qk_rope_head_dim}"
     size = f"{num_reqs} x {max_queries} queries, {seq_len} keys"
-    return autotune(f"latent decode, {heads}, {_stored(cache)}, {size}", choices, run, device=device)
+    return autotune(f"latent decode{_RULE}, {heads}, {_stored(cache)}, {size}", choices, run, device=device)
 
 
 def _name(shape: AttentionShape, cache: PagedKVCache) -> str:

@@ -69,7 +69,7 @@ class Baton:
         _batons.add(self)
 
     def prepare(self, lead: int, core: OneCore | None = None) -> None:
-        """Prepare for a step in which lane 0 leads by `lead` points; its lanes run on `core`."""
+        """Prepare for a step in which lane 0 leads by `lead` points; parked lanes wait on `core`."""
         self._ring.reset(lead)
         self._core = core
         self.aborted_by = None
@@ -83,9 +83,14 @@ class Baton:
 
     def acquire(self, lane: int) -> None:
         """Park until the baton comes to `lane` for the first time."""
-        if self._core is not None:  # before it can be woken
-            self._core.bind()
-        self._wake[lane].wait()
+        core = self._core
+        if core is not None:
+            core.park()
+        try:
+            self._wake[lane].wait()
+        finally:
+            if core is not None:
+                core.go_on()
         self.check(lane)
 
     def pass_on(self, lane: int) -> bool:
@@ -103,8 +108,10 @@ class Baton:
             if following == lane:
                 return False
             self.handoffs += 1
-        woken = False
+        woken, core = False, self._core
         try:
+            if core is not None:  # before it can be woken
+                core.park()
             self._wake[following].set()
             woken = True
             self._wake[lane].wait()
@@ -113,6 +120,9 @@ class Baton:
                 self._wake[following].set()
             self.interrupted(lane)
             raise
+        finally:
+            if core is not None:
+                core.go_on()
         if self.aborted_by is not None or ring.holder != lane:
             self.check(lane)
         return True
@@ -121,8 +131,6 @@ class Baton:
         """`lane` ends: take it out of the ring and hand on, unless the baton was taken from it."""
         if self.forked:  # the child has no other lanes, and the lock may have been held at the fork
             return
-        if self._core is not None:
-            self._core.free()
         with self._lock:
             if self._ring.holder == lane:
                 self._hand_on_from(lane)

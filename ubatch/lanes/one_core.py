@@ -1,67 +1,53 @@
-"""Where lanes run on a GPU: all on the core that the caller has just left.
+"""Where parked lanes wait on a GPU: on the core that the caller has just left.
 
-To wake a thread on another core costs tens of microseconds, on the same core a few. Only one lane runs at a time, so
-they lose nothing by sharing a core. They are bound to it from the step's begin to its end, and free between steps. To
-bind them anew at every hand-off took ten microseconds of each: the kernel's code for it is cold.
+To wake a thread on another core costs tens of microseconds, on the same core a few. A lane that runs may use every core
+it could use before, because the threads that it starts (of OpenMP, of NCCL, of compilers) inherit its cores. So only a
+lane that is parked is bound, to the core on which the step began:
 
-A thread that a lane starts meanwhile (of OpenMP, of NCCL) inherits the core. It is freed at the step's end. A step that
-runs without the hang check (warm-up, compilation, capture) starts most of them, and binds nothing. On a CPU the rank
-has one core from the beginning.
+    park        bound to that core
+    wake up     on that core, which the other lane leaves; then free again, and seldom moved by the scheduler
+
+That takes two system calls per hand-off, a few microseconds. On a CPU the rank has one core from the beginning.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Set
-from contextlib import suppress
+import sys
 from functools import cache
-
-_TASKS = "/proc/self/task"
 
 
 class OneCore:
-    """The core of a step.
+    """Two masks: of the caller's core, and of all cores that its threads may use.
 
     Args:
-        core: its number.
-        free: numbers of all cores that the caller's threads may use.
+        core: number of the core that parked lanes wait on.
+        free: numbers of the cores that a running lane may use.
     """
 
-    __slots__ = ("_core", "_free")
+    __slots__ = ("_free", "_parked", "_set", "_size")
 
     def __init__(self, core: int, free: frozenset[int]) -> None:
-        self._core, self._free = frozenset((core,)), free
+        self._set = _libc().sched_setaffinity
+        self._size = max(free) // 8 + 1 + -(max(free) // 8 + 1) % 8  # whole words
+        self._parked, self._free = self._mask(frozenset((core,))), self._mask(free)
 
-    def bind(self) -> None:
+    def park(self) -> None:
         """Bind the calling thread to the core."""
-        _bind(0, self._core)
+        self._set(0, self._size, self._parked)
 
-    def free(self) -> None:
+    def go_on(self) -> None:
         """Let the calling thread run on every core again."""
-        _bind(0, self._free)
+        self._set(0, self._size, self._free)
 
-    def free_new_threads(self, known: Set[int]) -> None:
-        """The same for threads of this process that are bound to the core, but for those `known`."""
-        for thread in all_threads() - known:
-            with suppress(OSError):  # it has ended
-                if os.sched_getaffinity(thread) == self._core:
-                    _bind(thread, self._free)
-
-
-def _bind(thread: int, cores: Set[int]) -> None:
-    with suppress(OSError):  # it has ended, or the system has taken these cores away: then it runs where it may
-        os.sched_setaffinity(thread, cores)
-
-
-def all_threads() -> set[int]:
-    """The threads of this process, by their numbers (`threading.get_native_id`)."""
-    return {*map(int, os.listdir(_TASKS))}
+    def _mask(self, cores: frozenset[int]) -> bytes:
+        return sum(1 << core for core in cores).to_bytes(self._size, "little")
 
 
 def one_core() -> OneCore | None:
-    """The core that this thread runs on; None where threads cannot be bound, or have only one core."""
-    if not hasattr(os, "sched_setaffinity") or not os.path.isdir(_TASKS):
+    """Masks for the core that this thread runs on; None where threads have no masks, or only one core."""
+    if not hasattr(os, "sched_setaffinity") or sys.byteorder != "little":
         return None
     free = frozenset(os.sched_getaffinity(0))
     core = _libc().sched_getcpu()

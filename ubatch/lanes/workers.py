@@ -32,7 +32,7 @@ from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, not
 from ubatch.lanes.ambient import Ambient
 from ubatch.lanes.context import current_lane, make_ubatch_contexts
 from ubatch.lanes.crew import UNWIND_S, Crew, Job, Worker, note_lane, report
-from ubatch.lanes.one_core import OneCore, all_threads, one_core
+from ubatch.lanes.one_core import one_core
 from ubatch.lanes.wakeup import Gate
 from ubatch.process.heartbeat import beat
 from ubatch.schedules.forward_context import ForwardContext
@@ -115,13 +115,9 @@ class LanePool:
             raise UBatchError(f"a pool of lanes was entered from inside lane {outer.id}.")
         self.failure = None
         crew = self._crew_for_a_step()
-        core: OneCore | None = None
-        known: set[int] = set()
         try:
             crew.patient = patient or capture is not None
-            if self._gathers and not crew.patient:
-                core, known = one_core(), all_threads()
-            crew.baton.prepare(schedule.lead, core)
+            crew.baton.prepare(schedule.lead, one_core() if self._gathers else None)
             crew.ready.close_again()
             crew.done.close_again()
             ambient, compute_stream = Ambient.capture(), self._streams.current()
@@ -140,8 +136,6 @@ class LanePool:
         finally:
             if crew.in_step:
                 self._discard()
-            if core is not None:
-                core.free_new_threads(known)
         return self._results(jobs)
 
     def _count(self, crew: Crew) -> None:
