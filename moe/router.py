@@ -71,7 +71,7 @@ class SoftmaxTopKRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or there are fewer experts than `top_k`.
         """
-        _check_logits(self, router_logits)
+        self._check(router_logits)
         if _fuses(router_logits):
             return _fused(self, router_logits)
         probabilities = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
@@ -79,6 +79,10 @@ class SoftmaxTopKRouter:
         if self.renormalize:
             topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
         return topk_weights, topk_ids
+
+    def _check(self, router_logits: Tensor) -> None:
+        """Refuse logits that this router cannot take; see `__call__`."""
+        _check_logits(router_logits, self.top_k)
 
 
 @dataclass(frozen=True)
@@ -111,11 +115,15 @@ class GroupLimitedRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or `E` experts do not fit `top_k` and the groups.
         """
-        _check_logits(self, router_logits)
+        self._check(router_logits)
         if _fuses(router_logits):
             return _fused(self, router_logits)
         scores = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
         return _best_in_groups(self, scores, scores, best=1)
+
+    def _check(self, router_logits: Tensor) -> None:
+        """Refuse logits that this router cannot take; see `__call__`."""
+        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
 
 
 @dataclass(frozen=True)
@@ -152,15 +160,19 @@ class SigmoidTopKRouter:
         Raises:
             ConfigError: the logits are not `[T, E]`, or `E` experts do not fit `top_k`, the groups or the bias.
         """
-        _check_logits(self, router_logits)
+        self._check(router_logits)
         if _fuses(router_logits):
             return _fused(self, router_logits)
         scores = torch.sigmoid(router_logits.float())
         candidates = scores if self.correction_bias is None else scores + self.correction_bias
         return _best_in_groups(self, scores, candidates, best=2)
 
-
-_Own = SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter
+    def _check(self, router_logits: Tensor) -> None:
+        """Refuse logits that this router cannot take; see `__call__`."""
+        _check_logits(router_logits, self.top_k, self.num_groups, self.top_groups)
+        bias = self.correction_bias
+        if bias is not None and bias.shape != router_logits.shape[1:]:
+            raise ConfigError(f"correction_bias is {list(bias.shape)}, but there are {router_logits.shape[1]} experts.")
 
 
 def _best_in_groups(
@@ -189,10 +201,7 @@ def _check_settings(top_k: int, num_groups: int = 1, top_groups: int = 1, scale:
         raise ConfigError(f"scale must be positive, not {scale}.")
 
 
-def _check_logits(router: _Own, router_logits: Tensor) -> None:
-    """Refuse logits that the router cannot take; see its `__call__`."""
-    top_k = router.top_k
-    num_groups, top_groups = (1, 1) if isinstance(router, SoftmaxTopKRouter) else (router.num_groups, router.top_groups)
+def _check_logits(router_logits: Tensor, top_k: int, num_groups: int = 1, top_groups: int = 1) -> None:
     if router_logits.dim() != 2 or not router_logits.is_floating_point():
         raise ConfigError(
             f"router_logits must be floating [tokens, experts], not {router_logits.dtype} {list(router_logits.shape)}."
@@ -208,9 +217,6 @@ def _check_logits(router: _Own, router_logits: Tensor) -> None:
             f"top_k = {top_k} is more than the {allowed} experts in the {top_groups} of {num_groups} groups that a "
             "token may visit."
         )
-    bias = router.correction_bias if isinstance(router, SigmoidTopKRouter) else None
-    if bias is not None and bias.shape != router_logits.shape[1:]:
-        raise ConfigError(f"correction_bias is {list(bias.shape)}, but there are {num_experts} experts.")
 
 
 def route(router: Router, router_logits: Tensor, num_tokens: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -227,8 +233,8 @@ def route(router: Router, router_logits: Tensor, num_tokens: int | Tensor) -> tu
     Raises:
         ConfigError: what `router` and `mask_padding` refuse.
     """
-    if isinstance(router, _Own) and _fuses(router_logits):
-        _check_logits(router, router_logits)
+    if isinstance(router, SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter) and _fuses(router_logits):
+        router._check(router_logits)
         if isinstance(num_tokens, int) and num_tokens == router_logits.shape[0]:
             return _fused(router, router_logits)
         padded = _check_num_tokens(num_tokens, router_logits.shape[0])
@@ -282,7 +288,11 @@ def _fuses(router_logits: Tensor) -> bool:
     return in_triton("cuda") and not (router_logits.requires_grad and torch.is_grad_enabled())
 
 
-def _fused(router: _Own, router_logits: Tensor, num_tokens: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _fused(
+    router: SoftmaxTopKRouter | GroupLimitedRouter | SigmoidTopKRouter,
+    router_logits: Tensor,
+    num_tokens: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     settings: dict[str, Any] = vars(router)
     if isinstance(router, SigmoidTopKRouter):
         settings = {**settings, "sigmoid": True, "bias": router.correction_bias}
