@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ class ModelOptions(BlockOptions):
     """The model."""
 
     measures = (*ENGINE, "serving/workbench/arms", "serving/workbench/bench/step_setting.py")
+    of_random: ClassVar[tuple[str, ...]] = ("layers",)
+    """Options that a checkpoint leaves no choice of."""
 
     model: Annotated[
         Path | None, Field(description="checkpoint folder, or name on the hub; random weights if not given")
@@ -195,11 +197,12 @@ def model_folder(options: ModelOptions) -> Iterator[Path]:
     """The given checkpoint's folder, or one with random weights that is deleted at the end.
 
     Raises:
-        ConfigError: `layers` is given together with a checkpoint.
+        ConfigError: a size of the random model is given together with a checkpoint.
     """
     if options.model is not None:
-        if options.layers is not None:
-            raise ConfigError(f"layers is {options.layers}, but {options.model} has its own. Leave one of them out.")
+        for name in options.of_random:
+            if name in options.model_fields_set and (given := getattr(options, name)) is not None:
+                raise ConfigError(f"{name} is {given}, but {options.model} has its own. Leave one of them out.")
         located = find_checkpoint(options.model, "--model")
         fetch_weights(located, "--model")
         yield located.folder

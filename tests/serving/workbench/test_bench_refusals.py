@@ -40,6 +40,8 @@ PEERS = f"bench peers {TINY} --vllm true"
         (f"bench faults {TINY} --only kills", "no such section. There are: kill, others"),
         (f"{STEP} --kernels native --kv-cache-memory 320K", "Raise --kv-cache-memory"),
         (f"bench overlap --model {TINY} --layers 4", "layers is 4, but"),
+        (f"bench eplb --model {TINY} --expert-size 8", "expert_size is 8, but"),
+        ("bench eplb --experts 4", "--experts-per-token 8: a layer has 4 experts"),
         (f"bench structured --model {TINY} --vocabulary 2000", "has its own. Leave one of them out"),
         ("bench speculation --batches 9 --prompts 8", "Raise --prompts"),
         ("bench serve --cancel-ratio 0.5 --no-stream", "--cancel-ratio drops streams midway; it needs --stream"),

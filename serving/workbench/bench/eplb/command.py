@@ -35,6 +35,7 @@ from serving.workbench.bench.eplb.shift import measure_shifts
 from serving.workbench.bench.eplb.skewed import Skew, SkewedModels, open_skewed
 from serving.workbench.bench.statistics import environment
 from serving.workbench.bench.step_setting import StepOptions, calibrate, model_folder
+from ubatch import ConfigError
 
 _QUICK_BLOCKS = 3
 _GAIN = 6
@@ -54,6 +55,7 @@ class Options(StepOptions):
     """What to measure."""
 
     measures = (*StepOptions.measures, "serving/balance", "serving/workbench/bench/eplb")
+    of_random = (*StepOptions.of_random, "experts", "experts_per_token", "expert_size")
 
     only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
     quick: Annotated[bool, Field(description="few blocks and steps: shows that it runs, not how fast")] = False
@@ -83,7 +85,16 @@ class Options(StepOptions):
 
     @property
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
-        """Of the random model: fewer layers than elsewhere, with more and larger experts, more of them per token."""
+        """Of the random model: fewer layers than elsewhere, with more and larger experts, more of them per token.
+
+        Raises:
+            ConfigError: a token would visit more experts than there are.
+        """
+        if self.experts_per_token > self.experts:
+            raise ConfigError(
+                f"--experts-per-token {self.experts_per_token}: a layer has {self.experts} experts. Lower it, or raise "
+                "--experts."
+            )
         size = replace(
             super().size,
             num_hidden_layers=self.layers or 3,

@@ -40,7 +40,7 @@ from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.structured_device import measure_device
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, print_machine
 from serving.workbench.bench.step_setting import ModelOptions, model_folder
-from ubatch import ConfigError, UBatchError
+from ubatch import UBatchError
 
 _TEXTS = 20
 """New texts to compile."""
@@ -54,6 +54,7 @@ class Options(ModelOptions):
     """What to measure."""
 
     measures = (*SERVER, "serving/structured")
+    of_random = (*ModelOptions.of_random, "vocabulary")
 
     requests: Annotated[int, Field(ge=2, description="that decode together")] = 64
     prompt: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 16
@@ -231,8 +232,6 @@ def _text(name: str) -> str:
 @contextmanager
 def _model(options: Options) -> Iterator[Path]:
     """The given checkpoint's folder, or one with random weights and a made tokenizer, deleted at the end."""
-    if options.model is not None and options.vocabulary is not None:
-        raise ConfigError(f"--vocabulary {options.vocabulary}: {options.model} has its own. Leave one of them out.")
     with model_folder(options) as folder:
         if options.model is None:
             end = _write_tokenizer(folder, options.size.vocab_size)
