@@ -1,7 +1,7 @@
 """Lanes: threads that take turns, one per microbatch.
 
 wakeup          how one thread wakes another
-one_core        where parked lanes wait on a GPU
+one_core        where lanes run on a GPU
 baton           makes sure that exactly one lane runs
 context         a lane's context, and what happens at a point
 ambient         thread state that is copied from the caller to its lanes

@@ -58,7 +58,7 @@ class Baton:
         self._wake: list[WakeUp] = [make_wakeup() for _ in range(lanes)]
         # A single lane runs in the caller's thread, and Ctrl-C may leave the lock held.
         self._lock = threading.Lock() if lanes > 1 else threading.RLock()
-        self._core: OneCore | None = None
+        self.core: OneCore | None = None  # that the step's lanes share
         self._abandoned: set[int] = set()
         self.handoffs = 0
         self.since = time.monotonic()
@@ -68,10 +68,9 @@ class Baton:
         self.running = False
         _batons.add(self)
 
-    def prepare(self, lead: int, core: OneCore | None = None) -> None:
-        """Prepare for a step in which lane 0 leads by `lead` points; parked lanes wait on `core`."""
+    def prepare(self, lead: int) -> None:
+        """Prepare for a step in which lane 0 leads by `lead` points."""
         self._ring.reset(lead)
-        self._core = core
         self.aborted_by = None
         self.in_trouble = self.forked
 
@@ -83,14 +82,9 @@ class Baton:
 
     def acquire(self, lane: int) -> None:
         """Park until the baton comes to `lane` for the first time."""
-        core = self._core
-        if core is not None:
-            core.park()
-        try:
-            self._wake[lane].wait()
-        finally:
-            if core is not None:
-                core.go_on()
+        if self.core is not None:  # before it can be woken
+            self.core.bind()
+        self._wake[lane].wait()
         self.check(lane)
 
     def pass_on(self, lane: int) -> bool:
@@ -108,10 +102,8 @@ class Baton:
             if following == lane:
                 return False
             self.handoffs += 1
-        woken, core = False, self._core
+        woken = False
         try:
-            if core is not None:  # before it can be woken
-                core.park()
             self._wake[following].set()
             woken = True
             self._wake[lane].wait()
@@ -120,15 +112,14 @@ class Baton:
                 self._wake[following].set()
             self.interrupted(lane)
             raise
-        finally:
-            if core is not None:
-                core.go_on()
         if self.aborted_by is not None or ring.holder != lane:
             self.check(lane)
         return True
 
     def leave(self, lane: int) -> None:
         """`lane` ends: take it out of the ring and hand on, unless the baton was taken from it."""
+        if self.core is not None:
+            self.core.free()
         if self.forked:  # the child has no other lanes, and the lock may have been held at the fork
             return
         with self._lock:
@@ -219,6 +210,8 @@ def _after_fork_in_child() -> None:
     for baton in list(_batons):
         baton.forked = baton.running
         baton.in_trouble |= baton.running
+        if baton.running and baton.core is not None:  # a lane forked
+            baton.core.free()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -22,6 +22,7 @@ from ubatch.errors import note
 from ubatch.lanes.ambient import Ambient
 from ubatch.lanes.baton import Baton
 from ubatch.lanes.context import UBatchContext
+from ubatch.lanes.one_core import CoreOfSteps
 from ubatch.lanes.wakeup import Gate, WakeUp, make_wakeup
 from ubatch.process.interrupts import is_inside
 from ubatch.streams.lifetimes import abandon_transfers
@@ -102,6 +103,7 @@ class Crew:
         in_step: whether a step has begun, or the crew is new, and no step has completed since.
         thread: identifier of the thread that runs the step.
         patient: whether the step runs without the hang check.
+        core_of_steps: whether the lanes share a core; None on a CPU.
     """
 
     contexts: list[UBatchContext]
@@ -109,6 +111,7 @@ class Crew:
     done: Gate
     workers: list[Worker]
     driver: CodeType
+    core_of_steps: CoreOfSteps | None
     pid: int = field(default_factory=os.getpid)
     in_step: bool = True
     thread: int = 0
@@ -130,6 +133,8 @@ class Crew:
         self.baton.discard()
         for worker in self.workers:
             worker.give(None)
+            if self.baton.core is not None and worker.thread.is_alive():
+                self.baton.core.free(worker.thread.native_id or 0)
         self.settle()
 
     def dismiss(self) -> None:

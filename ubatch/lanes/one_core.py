@@ -1,60 +1,127 @@
-"""Where parked lanes wait on a GPU: on the core that the caller has just left.
+"""Where lanes run on a GPU: all on the core that the caller has just left.
 
-To wake a thread on another core costs tens of microseconds, on the same core a few. A lane that runs may use every core
-it could use before, because the threads that it starts (of OpenMP, of NCCL, of compilers) inherit its cores. So only a
-lane that is parked is bound, to the core on which the step began:
+To wake a thread on another core costs tens of microseconds, on the same core a few. Only one lane runs at a time, so
+lanes lose little by sharing a core. They are bound to it from the beginning of a step to its end, and free between
+steps. What a bound lane starts inherits the core, and what asks for the thread's cores sees one. So a lane is free
 
-    park        bound to that core
-    wake up     on that core, which the other lane leaves; then free again, and seldom moved by the scheduler
+    in early steps      of each kind, until `QUIET_STEPS` have started no thread; and again after one that has
+    in patient steps    those without the hang check: warm-up, compilation, capture
+    from a call on      that takes long: compilers, tuning (`ubatch.ranks.long_calls`); to the end of the step
+    once it hangs       the caller frees the threads that it abandons
+    in a forked child
 
-That takes two system calls per hand-off, a few microseconds. On a CPU the rank has one core from the beginning.
+A thread that a bound lane has started all the same is freed when the step ends. A process that it has started (not by a
+fork) keeps the core. On a CPU the rank has one core from the beginning.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
+from collections.abc import Hashable, Set
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 
+QUIET_STEPS = 8
+"""Steps of a kind that start no thread, before lanes are bound."""
+_TASKS = "/proc/self/task"
 
+
+@dataclass(frozen=True, slots=True)
 class OneCore:
-    """Two masks: of the caller's core, and of all cores that its threads may use.
+    """The core of a step.
 
-    Args:
-        core: number of the core that parked lanes wait on.
-        free: numbers of the cores that a running lane may use.
+    Attributes:
+        core: its number, as a mask.
+        every: numbers of all cores that the caller's threads may use.
     """
 
-    __slots__ = ("_free", "_parked", "_set", "_size")
+    core: frozenset[int]
+    every: frozenset[int]
 
-    def __init__(self, core: int, free: frozenset[int]) -> None:
-        self._set = _libc().sched_setaffinity
-        self._size = max(free) // 8 + 1 + -(max(free) // 8 + 1) % 8  # whole words
-        self._parked, self._free = self._mask(frozenset((core,))), self._mask(free)
-
-    def park(self) -> None:
+    def bind(self) -> None:
         """Bind the calling thread to the core."""
-        self._set(0, self._size, self._parked)
+        _set_cores(0, self.core)
 
-    def go_on(self) -> None:
-        """Let the calling thread run on every core again."""
-        self._set(0, self._size, self._free)
+    def free(self, thread: int = 0) -> None:
+        """Let a thread run on every core again, if it is bound to the core. 0 is the calling one."""
+        with suppress(OSError):  # it has ended
+            if os.sched_getaffinity(thread) == self.core:
+                _set_cores(thread, self.every)
 
-    def _mask(self, cores: frozenset[int]) -> bytes:
-        return sum(1 << core for core in cores).to_bytes(self._size, "little")
+
+class CoreOfSteps:
+    """Whether the lanes of a crew share a core, step by step."""
+
+    def __init__(self) -> None:
+        self._quiet_steps: dict[Hashable, int] = {}
+        self._kind: Hashable = None
+        self._threads = _all_threads()
+        self._links: int | None = None  # of the directory of these threads; None if they do not count them
+        self._core: OneCore | None = None  # of the step that runs, or could not be ended
+
+    def begin_step(self, kind: Hashable, *, patient: bool) -> OneCore | None:
+        """The core of a step that begins; None if its lanes are free.
+
+        Args:
+            kind: equal for steps that run the same code.
+        """
+        if self._core is not None:  # Ctrl-C
+            self.end_step()
+        self._kind = kind
+        if self._core is None and not patient and self._quiet_steps.get(kind, 0) >= QUIET_STEPS:
+            self._core = one_core()
+            return self._core
+        return None
+
+    def end_step(self) -> None:
+        """Free the threads that the step has started, if its lanes were bound."""
+        started: Set[int] = frozenset()
+        links = _links()
+        if links != self._links:  # else no thread has started, or as many have ended
+            threads = _all_threads()
+            if not threads:
+                self._quiet_steps.clear()
+                return
+            started, self._threads = threads - self._threads, threads
+            self._links = links if links == len(threads) + 2 else None
+        if started:
+            self._quiet_steps.clear()
+        else:
+            self._quiet_steps[self._kind] = self._quiet_steps.get(self._kind, 0) + 1
+        if self._core is not None:
+            for thread in started:
+                self._core.free(thread)
+            self._core = None
+
+
+def _all_threads() -> Set[int]:
+    """The threads of this process, by their numbers (`threading.get_native_id`); none if they cannot be listed."""
+    with suppress(OSError):
+        return frozenset(map(int, os.listdir(_TASKS)))
+    return frozenset()
+
+
+def _links() -> int:
+    """Of the directory of threads, most often two more than there are; to list them takes longer."""
+    with suppress(OSError):
+        return os.stat(_TASKS).st_nlink
+    return 0
+
+
+def _set_cores(thread: int, cores: Set[int]) -> None:
+    with suppress(OSError):  # it has ended, or the system has taken these cores away: then it runs where it may
+        os.sched_setaffinity(thread, cores)
 
 
 def one_core() -> OneCore | None:
-    """Masks for the core that this thread runs on; None where threads have no masks, or only one core."""
-    if not hasattr(os, "sched_setaffinity") or sys.byteorder != "little":
+    """The core that this thread runs on; None where threads cannot be bound, or have only one core."""
+    if not hasattr(os, "sched_setaffinity"):
         return None
-    free = frozenset(os.sched_getaffinity(0))
+    every = frozenset(os.sched_getaffinity(0))
     core = _libc().sched_getcpu()
-    return _kept(core, free) if len(free) > 1 and core in free else None
-
-
-_kept = cache(OneCore)
+    return OneCore(frozenset((core,)), every) if len(every) > 1 and core in every else None
 
 
 @cache

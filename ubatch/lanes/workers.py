@@ -32,7 +32,7 @@ from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, not
 from ubatch.lanes.ambient import Ambient
 from ubatch.lanes.context import current_lane, make_ubatch_contexts
 from ubatch.lanes.crew import UNWIND_S, Crew, Job, Worker, note_lane, report
-from ubatch.lanes.one_core import one_core
+from ubatch.lanes.one_core import CoreOfSteps
 from ubatch.lanes.wakeup import Gate
 from ubatch.process.heartbeat import beat
 from ubatch.schedules.forward_context import ForwardContext
@@ -51,11 +51,13 @@ class PoolCounts:
 
     Attributes:
         steps: steps run in lanes.
+        steps_on_one_core: those whose lanes shared a core (`ubatch.lanes.one_core`).
         threads_started: worker threads made; more than the lanes means some were replaced.
         sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.sm_budget`).
     """
 
     steps: int = 0
+    steps_on_one_core: int = 0
     handoffs: int = 0
     threads_started: int = 0
     sm_users: dict[str, bool] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class LanePool:
         self.lanes = lanes
         self.timeout_s = timeout_s
         self.failure: tuple[int, str] | None = None
-        self._gathers = device.type == "cuda"
+        self._on_one_core = device.type == "cuda"
         self._streams = streams if streams is not None else make_streams(device)
         self._comm_stream = self._streams.new_stream()
         self._crew: Crew | None = None
@@ -117,7 +119,11 @@ class LanePool:
         crew = self._crew_for_a_step()
         try:
             crew.patient = patient or capture is not None
-            crew.baton.prepare(schedule.lead, one_core() if self._gathers else None)
+            crew.baton.prepare(schedule.lead)
+            if crew.core_of_steps is not None:
+                kind = schedule, *(None if each is None else each.mode for each in forward_contexts)
+                crew.baton.core = crew.core_of_steps.begin_step(kind, patient=crew.patient)
+                self.counts.steps_on_one_core += crew.baton.core is not None
             crew.ready.close_again()
             crew.done.close_again()
             ambient, compute_stream = Ambient.capture(), self._streams.current()
@@ -136,6 +142,8 @@ class LanePool:
         finally:
             if crew.in_step:
                 self._discard()
+            if crew.core_of_steps is not None:
+                crew.core_of_steps.end_step()
         return self._results(jobs)
 
     def _count(self, crew: Crew) -> None:
@@ -158,7 +166,8 @@ class LanePool:
             stream, unset = self._streams.current(), [None] * self.lanes
             contexts = make_ubatch_contexts(self.lanes, stream, self._comm_stream, unset, ready, streams=self._streams)
             workers = [Worker(f"ubatch-lane-{lane}", done) for lane in range(self.lanes)]
-            self._crew = Crew(contexts, ready, done, workers, LanePool.run.__code__)
+            core = CoreOfSteps() if self._on_one_core else None
+            self._crew = Crew(contexts, ready, done, workers, LanePool.run.__code__, core)
             self._closer = weakref.finalize(self, self._crew.dismiss)
             for worker in workers:
                 try:

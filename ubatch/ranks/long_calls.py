@@ -27,9 +27,14 @@ _SLACK_S = 5.0
 def taking_long(what: str) -> Iterator[None]:
     """Let this rank compile, tune or load in the `with` block.
 
+    On a GPU a lane leaves the core that it shares with others, to the end of the step: the compiler may need more.
+
     Args:
         what: for reports, such as "autotuning".
     """
+    lane = current_lane()
+    if lane is not None and lane.baton.core is not None:
+        lane.baton.core.free()
     with late(what), silence(LATE_S), _waiting(what, math.inf):
         yield
 
