@@ -22,13 +22,16 @@ def test_never_worse_and_somewhere_better() -> None:
     assert sum(gate.predicted > 0.02 for gate in gates) >= 4
 
 
-def test_better_on_the_whole_for_source_text() -> None:
-    """Loads of a router over this repository's files, in windows of eight parts. Three windows are few: where 32 ranks
-    have four experts each, the published algorithm's luck is better by 1.3%."""
-    loads = read_loads(ROOT / "examples" / "expert_loads" / "128-experts.npy").reshape(4, 8, -1, 128)
-    gains = {(ranks, redundant): held_out_gain(loads, ranks, redundant) for ranks in RANKS for redundant in (0, 64)}
-    assert min(gains.values()) > -0.02, gains
-    assert np.mean(list(gains.values())) > 0.005, gains
+@pytest.mark.wide
+def test_never_worse_for_source_text_and_mostly_better() -> None:
+    """Loads of a router over this repository's files, in windows of eight parts. Three windows are judged by chance (the
+    gain has a deviation of 1 to 3%), so they begin at every second of the 32 parts."""
+    parts = read_loads(ROOT / "examples" / "expert_loads" / "128-experts.npy")
+    runs = [np.roll(parts, -start, axis=0).reshape(4, 8, -1, 128) for start in range(0, len(parts), 2)]
+    cases = [(ranks, redundant) for ranks in RANKS for redundant in (0, 64)]
+    gains = {case: np.mean([held_out_gain(windows, *case) for windows in runs]) for case in cases}
+    assert min(gains.values()) > -0.002, gains
+    assert sum(gain > 0.003 for gain in gains.values()) >= 4, gains
 
 
 def test_a_planner_that_is_worse_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
