@@ -120,7 +120,7 @@ bench: setup ## the CPU benchmarks; writes benchmarks/results/*.json
 	$(BIN)/ubatch bench faults examples/models/tiny-chat --only soak --minutes 20 --every-s 60 --json $(RESULTS)/faults-soak.json
 	$(BIN)/ubatch bench structured --json $(RESULTS)/structured.json
 	$(BIN)/ubatch bench eplb --json $(RESULTS)/eplb.json
-	$(BIN)/ubatch bench eplb --only gain --experts 32 --experts-per-token 4 --expert-size 768 --blocks 20 --json $(RESULTS)/eplb-gain.json
+	$(BIN)/ubatch bench eplb --only gain --experts 32 --experts-per-token 4 --expert-size 768 --sequences 16 --blocks 15 --json $(RESULTS)/eplb-gain.json
 	$(BIN)/ubatch bench eplb --only shift --json $(RESULTS)/eplb-shift.json
 	$(BIN)/ubatch bench engine --only offline served --blocks 4 --ranks 1 --json $(RESULTS)/engine-offline.json
 	$(BIN)/ubatch bench faults examples/models/tiny-chat --only cost --blocks 160 --json $(RESULTS)/faults-cost.json
