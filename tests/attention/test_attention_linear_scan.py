@@ -84,8 +84,8 @@ def compare(prompts: Prompts, choice: ScanChoice, chunk: int, near: float) -> No
         torch.testing.assert_close(found, expected, atol=near, rtol=near)
 
 
+@pytest.mark.wide
 @pytest.mark.long
-@pytest.mark.wide_sample(4)
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("columns", [16, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

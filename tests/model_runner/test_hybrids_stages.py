@@ -84,6 +84,7 @@ def stages_of_a_hybrid(rank: int, world_size: int, path: str, trace_file: str) -
     }
 
 
+@pytest.mark.wide
 @pytest.mark.ranks
 def test_a_hybrids_kinds_are_told_apart_from_the_trace_to_the_schedule(tmp_path: Path) -> None:
     path, trace_file = hybrid(tmp_path / "model"), tmp_path / "trace.json"

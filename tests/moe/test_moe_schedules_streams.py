@@ -164,6 +164,7 @@ def test_what_is_tried() -> None:
     }
 
 
+@pytest.mark.wide_sample(8)
 @pytest.mark.parametrize(
     ("name", "lanes"),
     [

@@ -97,6 +97,7 @@ def on_ranks(rank: int, world_size: int, folder: Path, layout: str, sparse_layer
         assert not wrapper.statistics().declined
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(

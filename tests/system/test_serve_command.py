@@ -117,6 +117,7 @@ def test_a_trace_shows_both_processes(server: Server, tmp_path: Path, capsys: py
     assert '"pid":1' in text.replace(" ", "")
 
 
+@pytest.mark.wide
 def test_sigterm_drains_and_exits_with_zero(server: Server) -> None:
     stream = Stream(server.url, 60)
     server.process.send_signal(signal.SIGTERM)

@@ -128,6 +128,7 @@ def serve_with_few_descriptors(*words: str) -> None:
     sys.exit(main(["serve", *words]))
 
 
+@pytest.mark.wide
 async def test_a_node_that_is_told_to_end_while_it_starts_says_so() -> None:
     port = free_port()
 

@@ -90,6 +90,7 @@ def test_a_device_is_never_faster_than_it_is() -> None:
     assert result.hidden.median <= 1.0
 
 
+@pytest.mark.wide
 @pytest.mark.long
 def test_the_command_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "engine.json"

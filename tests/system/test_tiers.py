@@ -51,13 +51,15 @@ def without(path: Path, *left_out: str) -> Iterator[str]:
             yield function.name
 
 
+@pytest.mark.wide
 @pytest.mark.long
 def test_every_file_that_ci_runs_has_tests_in_make_test() -> None:
     files = [path for path in TESTS.rglob("test_*.py") if path.parent.name not in ("clients", "stub_cuda")]
     assert len(files) > 400
     of_ci = {path for path in files if any(without(path, "slow", "gpu"))}
     shown = {path for path in files if any(without(path, "slow", "wide", "gpu"))}
-    assert {path.name for path in of_ci - shown} == {"test_system_link_down.py"}, "it waits for half a minute"
+    long = {"test_system_link_down.py", "test_node_restarts.py", "test_transformers_parallel.py"}
+    assert {path.name for path in of_ci - shown} == long, "these take long"
 
 
 @pytest.mark.parametrize("path", CONFORMANCE, ids=lambda path: path.stem)

@@ -155,6 +155,7 @@ def test_one_back_end_takes_all_batches_in_any_order(
         assert kernels != "fa3" or mask != CUSTOM_MASK
 
 
+@pytest.mark.wide
 @CAUSAL
 def test_latent_attention_takes_all_batches(name: str, calls: list[tuple[str, str, Any]]) -> None:
     batch = half(name, mla=True)

@@ -77,6 +77,7 @@ def test_engines_give_the_same_outputs(
     assert drafts == 0 or (statistics.accepted_tokens > 0 and any(step.startswith("target_verify") for step in uniform))
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("topk", "drafts"), [(1, 3), (2, 5)], ids=["chains", "trees"])
 def test_a_draft_network_is_replayed_beside_the_model(

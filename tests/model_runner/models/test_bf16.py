@@ -22,6 +22,7 @@ from model_runner import ModelRunner
 from ubatch import UBatchConfig
 
 
+@pytest.mark.wide_sample(8)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "overrides"),

@@ -225,7 +225,7 @@ def test_configs_that_cannot_be(checkpoint: Callable[[str], Path], family: str) 
 
 
 @pytest.mark.long
-@pytest.mark.wide_sample(1)
+@pytest.mark.wide_sample(3)
 @each_family
 def test_a_checkpoint_is_read_whole(checkpoint: Callable[[str], Path], family: str, tmp_path: Path) -> None:
     """All that transformers writes is read; a tensor that is missing, and one too many, are refused by name."""

@@ -38,8 +38,13 @@ from serving.options.command_line import read_layers
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, dbo_enabled, dbo_yield, launch_all_gather
 
 
+def every_case() -> list[Any]:
+    """Other options of a back end are wide."""
+    return [pytest.param(name, marks=[pytest.mark.wide] if "," in name else []) for name in CASES]
+
+
 @pytest.mark.wide_sample(1)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every_case())
 def test_contract(name: str) -> None:
     check_case(name)
 

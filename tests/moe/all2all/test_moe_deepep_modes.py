@@ -54,6 +54,7 @@ def test_capture_and_budgets() -> None:
     run_checks(_synchronous_while_captured, _no_buffer_while_captured, _sm_budget)
 
 
+@pytest.mark.wide
 def test_a_failed_rank() -> None:
     run_checks(_after_a_failure)
 

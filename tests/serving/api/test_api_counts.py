@@ -76,6 +76,7 @@ def held_once(app: Any, path: str, body: bytes) -> tuple[float, httpx.Response]:
     return asyncio.run(run())
 
 
+@pytest.mark.wide_sample(3)
 @pytest.mark.long
 @pytest.mark.sample(7)
 @pytest.mark.usefixtures("frozen")

@@ -156,6 +156,7 @@ def test_connections_beyond_the_limit_get_503() -> None:
     serve(scenario, most=2)
 
 
+@pytest.mark.wide
 def test_without_file_descriptors_it_accepts_later_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,6 +95,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
         await EngineClient.start(options, engine_main=main)
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("when", ["serving", "starting"])
 def test_an_engine_does_not_outlive_its_parent(when: str) -> None:

@@ -38,6 +38,7 @@ def stop(client: EngineClient, rank: int) -> int:
     return pid
 
 
+@pytest.mark.wide
 async def test_an_idle_engine_that_hangs_is_named_and_one_that_goes_on_in_time_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

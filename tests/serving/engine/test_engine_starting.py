@@ -87,6 +87,7 @@ def test_a_rank_that_ends_while_ranks_connect_is_named_and_not_the_one_that_noti
         Served(tiny(2, expert_parallel=True), run_engine_that_finds_the_other_gone)
 
 
+@pytest.mark.wide
 @pytest.mark.ranks
 def test_what_a_rank_that_is_killed_while_it_connects_leaves_is_removed_with_the_run() -> None:
     """Its socket lay in the system's temporary folder, where nobody removed it."""

@@ -84,6 +84,7 @@ def descriptors(client: EngineClient) -> dict[int, int]:
     return {rank: psutil.Process(pid).num_fds() for rank, pid in client.pids.items()}
 
 
+@pytest.mark.wide
 async def test_another_user_reaches_nothing_of_a_run() -> None:
     before = sockets()
     async with started(tiny(2, expert_parallel=True)) as client:

@@ -31,6 +31,7 @@ def counts_of(served: Served) -> Ints:
     return served.client.balance.window.counts
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [

@@ -49,6 +49,7 @@ async def disturbed(client: EngineClient, disturb: Callable[[], object]) -> tupl
     return before, await asyncio.gather(*tasks)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_all_nodes_join_another_run(rank: int) -> None:
     async with two_nodes(restarts=RestartLimits(3), expert_parallel=True) as (client, node):

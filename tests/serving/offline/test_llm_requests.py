@@ -147,6 +147,7 @@ def test_a_field_changes_the_output(llm: LLM, change: dict[str, Any]) -> None:
     assert one(llm, **change) != one(llm)
 
 
+@pytest.mark.wide
 def test_fields_that_change_others(llm: LLM) -> None:
     hot: dict[str, Any] = {"temperature": 2.0, "seed": 1}
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):

@@ -30,6 +30,7 @@ SMALL = RandomQwen3Moe(
 )
 
 
+@pytest.mark.wide
 def test_every_part_runs_prints_and_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, file = make_random_checkpoint(tmp_path / "model", SMALL), tmp_path / "eplb.json"
     words = ["bench", "eplb", "--model", str(model), "--sequences", "4", "--sequence-length", "32", "--quick"]

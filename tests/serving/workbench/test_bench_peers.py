@@ -62,6 +62,7 @@ def test_an_engine_answers_again_and_again(vllm: str) -> None:
     check_ended(process.pid)
 
 
+@pytest.mark.wide
 def test_an_engine_that_refuses_can_be_asked_again(vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM", "refuse")
     with engine(vllm) as process:
@@ -71,6 +72,7 @@ def test_an_engine_that_refuses_can_be_asked_again(vllm: str, monkeypatch: pytes
         assert process.generate([[7]], 1)[1] == [[7]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -103,6 +105,7 @@ def test_a_file_that_is_no_program_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.wide
 def test_ctrl_c_ends_an_engine_at_once(vllm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM", "hang")
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))

@@ -24,8 +24,10 @@ def test_never_worse_and_somewhere_better() -> None:
 
 @pytest.mark.wide
 def test_never_worse_for_source_text_and_mostly_better() -> None:
-    """Loads of a router over this repository's files, in windows of eight parts. Three windows are judged by chance (the
-    gain has a deviation of 1 to 3%), so they begin at every second of the 32 parts."""
+    """Loads of a router over this repository's files, in windows of eight parts.
+
+    Three windows are judged by chance (the gain has a deviation of 1 to 3%), so they begin at every second of 32 parts.
+    """
     parts = read_loads(ROOT / "examples" / "expert_loads" / "128-experts.npy")
     runs = [np.roll(parts, -start, axis=0).reshape(4, 8, -1, 128) for start in range(0, len(parts), 2)]
     cases = [(ranks, redundant) for ranks in RANKS for redundant in (0, 64)]

@@ -57,6 +57,7 @@ def wait_for_a_cell(out: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.wide
 def test_two_machines_measure_together_and_the_first_one_writes(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert on_two_machines(out, "--rounds", "2", "--search-best", "0") == (0, 0)
     UBatchConfig.from_yaml(out)
@@ -90,6 +91,7 @@ def test_machines_that_would_measure_other_things_say_so(out: Path, capfd: pytes
     assert capfd.readouterr().err.count("--rounds is ") == 2
 
 
+@pytest.mark.wide
 def test_a_rank_that_dies_ends_both_machines_and_is_named(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def kill_rank_1() -> None:
         wait_for_a_cell(out)

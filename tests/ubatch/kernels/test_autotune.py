@@ -235,6 +235,7 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, path: Path) -> Non
     assert not path.exists()
 
 
+@pytest.mark.wide
 @pytest.mark.long
 def test_a_lane_that_tunes_is_not_taken_for_hung(path: Path) -> None:
     """Compiling may take longer than a lane may hold the baton."""

@@ -68,6 +68,7 @@ def rows(seed: int, number: int = 6) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ what it does
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("lanes", [2, 3])
 @on_ranks(2)

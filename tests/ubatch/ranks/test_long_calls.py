@@ -55,6 +55,7 @@ class Tuned(nn.Module):
             time.sleep(LATE_S / 4)
 
 
+@pytest.mark.wide
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_peers_wait_for_a_rank_that_tunes(rank: int, group: CommGroup, tmp_path: Path) -> None:
     """Rank 1 tunes longer than the time-out, in a lane and outside of one; then everything has its time-out again."""

@@ -174,6 +174,7 @@ class TwoGroups(nn.Module):
         return ubatch.all_reduce(x, self.voting)
 
 
+@pytest.mark.wide
 @on_ranks(2, timeout_s=GROUP_TIMEOUT_S)
 def test_a_group_that_the_step_used_breaks_with_the_one_it_voted_on(rank: int, voting: CommGroup) -> None:
     other, apart = (CommGroup.from_process_group(timeout_s=GROUP_TIMEOUT_S) for _ in range(2))
