@@ -75,7 +75,7 @@ WORKERS ?= $(shell echo $$(($(CORES) + 1)))
 PYTEST := env --unset=PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 PARALLEL := --dist loadfile --no-loadscope-reorder -n
 
-test: setup-test ## the tests, of many cases that are alike a sample: 5 to 6 minutes on 2 cores
+test: setup-test ## the tests, of many cases that are alike a sample: 5 to 7 minutes on 2 cores
 	$(PYTEST) -m "not slow and not wide" $(PARALLEL) $(WORKERS)
 
 test-wide: setup-test ## the other cases; CI runs both

@@ -108,7 +108,6 @@ CROWD = {"blocks": 25, "seqs": 10, "new": 26}
 """Short prompts that grow until some have to give up their blocks."""
 
 
-@pytest.mark.wide_sample(16)
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_requests_go_on_from_snapshots(

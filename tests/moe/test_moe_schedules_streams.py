@@ -164,7 +164,6 @@ def test_what_is_tried() -> None:
     }
 
 
-@pytest.mark.wide_sample(8)
 @pytest.mark.parametrize(
     ("name", "lanes"),
     [

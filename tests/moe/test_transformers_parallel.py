@@ -38,7 +38,6 @@ def on_ranks(rank: int, world_size: int, mode: str) -> None:
         assert not wrapper.statistics().declined
 
 
-@pytest.mark.wide
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_that_transformers_shards(mode: str) -> None:

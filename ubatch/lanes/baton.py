@@ -82,7 +82,7 @@ class Baton:
 
     def acquire(self, lane: int) -> None:
         """Park until the baton comes to `lane` for the first time."""
-        if self.core is not None:  # before it can be woken
+        if self.core is not None:
             self.core.bind()
         self._wake[lane].wait()
         self.check(lane)

@@ -4,14 +4,15 @@ To wake a thread on another core costs tens of microseconds, on the same core a 
 lanes lose little by sharing a core. They are bound to it from the beginning of a step to its end, and free between
 steps. What a bound lane starts inherits the core, and what asks for the thread's cores sees one. So a lane is free
 
-    in early steps      of each kind, until `QUIET_STEPS` have started no thread; and again after one that has
+    in early steps      of each kind, until `QUIET_STEPS` have left no new thread; and again after one that has
     in patient steps    those without the hang check: warm-up, compilation, capture
     from a call on      that takes long: compilers, tuning (`ubatch.ranks.long_calls`); to the end of the step
     once it hangs       the caller frees the threads that it abandons
     in a forked child
 
-A thread that a bound lane has started all the same is freed when the step ends. A process that it has started (not by a
-fork) keeps the core. On a CPU the rank has one core from the beginning.
+A thread that a bound lane has left all the same is freed when the step ends. What cannot be mended: a process that such
+a lane has started (not by a fork) keeps the core, and a library that has asked for the cores keeps the answer. On a CPU
+the rank has one core from the beginning.
 """
 
 from __future__ import annotations
@@ -58,16 +59,15 @@ class CoreOfSteps:
         self._quiet_steps: dict[Hashable, int] = {}
         self._kind: Hashable = None
         self._threads = _all_threads()
-        self._links: int | None = None  # of the directory of these threads; None if they do not count them
-        self._core: OneCore | None = None  # of the step that runs, or could not be ended
+        self._core: OneCore | None = None  # of a step that has not ended
 
     def begin_step(self, kind: Hashable, *, patient: bool) -> OneCore | None:
         """The core of a step that begins; None if its lanes are free.
 
         Args:
-            kind: equal for steps that run the same code.
+            kind: what decides which code runs: the schedule and the modes.
         """
-        if self._core is not None:  # Ctrl-C
+        if self._core is not None:  # the last step could not be ended
             self.end_step()
         self._kind = kind
         if self._core is None and not patient and self._quiet_steps.get(kind, 0) >= QUIET_STEPS:
@@ -76,24 +76,22 @@ class CoreOfSteps:
         return None
 
     def end_step(self) -> None:
-        """Free the threads that the step has started, if its lanes were bound."""
-        started: Set[int] = frozenset()
-        links = _links()
-        if links != self._links:  # else no thread has started, or as many have ended
-            threads = _all_threads()
-            if not threads:
-                self._quiet_steps.clear()
-                return
-            started, self._threads = threads - self._threads, threads
-            self._links = links if links == len(threads) + 2 else None
-        if started:
+        """Free the threads that the step has left, if its lanes were bound."""
+        quiet = True
+        while new := (threads := _all_threads()) - self._threads:  # until they have started no others meanwhile
+            quiet = False
             self._quiet_steps.clear()
-        else:
-            self._quiet_steps[self._kind] = self._quiet_steps.get(self._kind, 0) + 1
-        if self._core is not None:
-            for thread in started:
+            if self._core is None:
+                break
+            for thread in new:
                 self._core.free(thread)
-            self._core = None
+            self._threads |= new
+        if not threads:
+            self._quiet_steps.clear()
+            return
+        self._threads, self._core = threads, None
+        if quiet:
+            self._quiet_steps[self._kind] = self._quiet_steps.get(self._kind, 0) + 1
 
 
 def _all_threads() -> Set[int]:
@@ -101,13 +99,6 @@ def _all_threads() -> Set[int]:
     with suppress(OSError):
         return frozenset(map(int, os.listdir(_TASKS)))
     return frozenset()
-
-
-def _links() -> int:
-    """Of the directory of threads, most often two more than there are; to list them takes longer."""
-    with suppress(OSError):
-        return os.stat(_TASKS).st_nlink
-    return 0
 
 
 def _set_cores(thread: int, cores: Set[int]) -> None:

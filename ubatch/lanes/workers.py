@@ -51,13 +51,11 @@ class PoolCounts:
 
     Attributes:
         steps: steps run in lanes.
-        steps_on_one_core: those whose lanes shared a core (`ubatch.lanes.one_core`).
         threads_started: worker threads made; more than the lanes means some were replaced.
         sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.sm_budget`).
     """
 
     steps: int = 0
-    steps_on_one_core: int = 0
     handoffs: int = 0
     threads_started: int = 0
     sm_users: dict[str, bool] = field(default_factory=dict)
@@ -123,7 +121,6 @@ class LanePool:
             if crew.core_of_steps is not None:
                 kind = schedule, *(None if each is None else each.mode for each in forward_contexts)
                 crew.baton.core = crew.core_of_steps.begin_step(kind, patient=crew.patient)
-                self.counts.steps_on_one_core += crew.baton.core is not None
             crew.ready.close_again()
             crew.done.close_again()
             ambient, compute_stream = Ambient.capture(), self._streams.current()
@@ -140,10 +137,12 @@ class LanePool:
                 crew.settle()
                 crew.in_step = False
         finally:
-            if crew.in_step:
-                self._discard()
-            if crew.core_of_steps is not None:
-                crew.core_of_steps.end_step()
+            try:
+                if crew.in_step:
+                    self._discard()
+            finally:
+                if crew.core_of_steps is not None:
+                    crew.core_of_steps.end_step()
         return self._results(jobs)
 
     def _count(self, crew: Crew) -> None:

@@ -22,7 +22,6 @@ from model_runner import ModelRunner
 from ubatch import UBatchConfig
 
 
-@pytest.mark.wide_sample(8)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "overrides"),

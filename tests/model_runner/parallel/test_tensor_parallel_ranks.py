@@ -87,7 +87,6 @@ def check_overlap(played: Played, schedule: str, mlps: str, what: object) -> Non
     assert hidden_share(played.spans) > 0.7, what  # not those of the first stages and the last
 
 
-@pytest.mark.wide_sample(8)
 @pytest.mark.parametrize(
     "families", [("DeepseekV3", "Llama", "Olmoe"), pytest.param(("Qwen3Moe",), marks=pytest.mark.slow)], ids=" ".join
 )

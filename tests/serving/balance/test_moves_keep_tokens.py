@@ -119,7 +119,6 @@ def on_a_rank(rank: int, world_size: int, name: str) -> tuple[Any, ...]:
     return tokens == wanted, steps, switched, statistics.preemptions, statistics.prefix_hits, max(recorded, default=0)
 
 
-@pytest.mark.wide_sample(16)
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_the_same_while_experts_move(name: str) -> None:
     ranks = CASES[name].get("ranks", 2)

@@ -137,7 +137,6 @@ async def test_engines_may_be_closed_while_they_are_started_again() -> None:
         assert not any(is_alive(pid) for pid in client.pids.values() if pid is not None)
 
 
-@pytest.mark.wide
 async def test_a_stopped_engine_is_replaced() -> None:
     async with started(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2))) as client:
         undisturbed = await all_outputs(client, "before")

@@ -270,7 +270,6 @@ def said(llm: LLM, params: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.wide
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "speculation",
