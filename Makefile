@@ -78,7 +78,7 @@ PARALLEL := --dist loadfile --no-loadscope-reorder -n
 test: setup-test ## the tests, of many cases that are alike a sample: 5 to 7 minutes on 2 cores
 	$(PYTEST) -m "not slow and not wide" $(PARALLEL) $(WORKERS)
 
-test-wide: setup-test ## the other cases; CI runs both
+test-wide: setup-test ## the other cases, and the longest tests; CI runs both
 	$(PYTEST) -m "wide and not slow" $(PARALLEL) $(WORKERS)
 
 test-fast: setup-test ## for every commit: the tests that start nothing and compute little: 1 to 2 minutes on 2 cores

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 
 QUIET_STEPS = 8
-"""Steps of a kind that start no thread, before lanes are bound."""
+"""Steps of a kind that leave no new thread, before lanes are bound."""
 _TASKS = "/proc/self/task"
 
 
