@@ -24,15 +24,7 @@ from serving.engine.restarts import RestartReason
 from serving.engine.wire.messages import Failed, RankFound
 
 _OWN_SIGNALS = frozenset(
-    {
-        signal.SIGSEGV,
-        signal.SIGBUS,
-        signal.SIGABRT,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGSYS,
-        signal.SIGTRAP,
-    }
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
 )
 _STOPPED, _LIVING = frozenset("Tt"), frozenset("RSD")
 """States of a process, as letters of `/proc`."""

@@ -34,14 +34,7 @@ from model_runner import (
     TokenGrammar,
     TokenLogprobs,
 )
-from serving.requests import (
-    DraftCounts,
-    EngineStatistics,
-    RequestInput,
-    RequestOutput,
-    SchedulerTotals,
-    StartTimes,
-)
+from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput, SchedulerTotals, StartTimes
 from serving.scheduler.admission.checks import check_input
 from serving.scheduler.admission.prefills import Prefill, Prefills
 from serving.scheduler.admission.retraction import choose_victim

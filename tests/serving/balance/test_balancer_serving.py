@@ -59,10 +59,7 @@ async def move_while_they_run(client: EngineClient) -> None:
 
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [
-        ({"step_interval": 40}, MoveReason.INTERVAL),
-        ({"window_size": 60, "balancedness_fall": 0.01}, MoveReason.FALLEN),
-    ],
+    [({"step_interval": 40}, MoveReason.INTERVAL), ({"window_size": 60, "balancedness_fall": 0.01}, MoveReason.FALLEN)],
 )
 async def test_experts_move_and_no_token_changes(config: dict[str, Any], reason: MoveReason) -> None:
     async with balanced(config=config) as client:

@@ -163,12 +163,7 @@ def test_statistics_count_steps_by_mode_and_outcome() -> None:
     device.decide = lambda: next(decisions, DECLINED)
     run(core, requests_of([SamplingParams(max_tokens=4, ignore_eos=True)]))
     statistics = core.statistics()
-    assert statistics.steps == {
-        "idle/disabled": 1,
-        "prefill/disabled": 1,
-        "decode/engaged": 2,
-        "decode/disabled": 1,
-    }
+    assert statistics.steps == {"idle/disabled": 1, "prefill/disabled": 1, "decode/engaged": 2, "decode/disabled": 1}
     assert statistics.generation_tokens == 4
     assert statistics.step_tokens[0] == len(requests_of([SamplingParams()])[0].token_ids) + 3
     assert sum(statistics.step_tokens[1:]) == 4  # steps without tokens of this rank are none of its iterations

@@ -191,9 +191,7 @@ async def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None
 
 
 @pytest.mark.wide
-async def test_engines_start_again_though_what_forks_them_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_engines_start_again_though_what_forks_them_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not tell that they have ended: another one begins."""
     monkeypatch.setattr(processes, "_TOLD_S", 0.5)
     with own_server() as server:

@@ -63,11 +63,7 @@ sys.stdin.read()
 
 def as_nobody(*args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", STRANGER, *args],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd="/",
+        [sys.executable, "-c", STRANGER, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
     )
 
 

@@ -15,12 +15,7 @@ from model_runner import SamplingParams
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import Engine
 from serving.engine.rank.tracing import StepTracer
-from serving.engine.wire.messages import (
-    ProfileWritten,
-    Shutdown,
-    StartProfile,
-    StopProfile,
-)
+from serving.engine.wire.messages import ProfileWritten, Shutdown, StartProfile, StopProfile
 from serving.requests import RequestInput
 from ubatch import Span, SpanKind, summarise
 from ubatch.trace.file import read_chrome
