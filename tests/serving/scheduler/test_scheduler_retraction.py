@@ -7,7 +7,7 @@ from fake_runner import Loop, be_optimistic, make_loop
 
 from model_runner import FinishReason
 from serving.scheduler import SchedulingPolicy
-from serving.scheduler.admission.retraction import NewTokenRatio, choose_victim
+from serving.scheduler.prefills import NewTokenRatio, choose_victim
 from serving.scheduler.request import shares_of
 
 

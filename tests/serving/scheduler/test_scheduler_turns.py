@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from model_runner import SamplingParams
 from serving.scheduler import SchedulingPolicy, TrackedRequest
-from serving.scheduler.admission.waiting import WaitingQueue
 from serving.scheduler.kv_manager import KVManager
+from serving.scheduler.waiting import WaitingQueue
 
 pytestmark = pytest.mark.long
 
