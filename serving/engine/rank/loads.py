@@ -7,25 +7,12 @@ when it has arrived, so that no step waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from moe import ExpertPlacement
 from moe.balance import Ints
 from ubatch.streams import HostCopy
-
-
-class LoadNews(NamedTuple):
-    """What has come since a rank told last.
-
-    Attributes:
-        steps: steps that it has run, with tokens on any rank.
-        counts: `[2, L, E]`: tokens routed to each expert, in prefill and in decode steps.
-    """
-
-    steps: int
-    counts: Ints
 
 
 class LoadReporter:
@@ -59,8 +46,9 @@ class LoadReporter:
             self._copying = self._steps, self._copy()
             self._steps = 0
 
-    def news(self, *, now: bool = False) -> Iterator[LoadNews]:
-        """Reports that are due, and have arrived on the host.
+    def news(self, *, now: bool = False) -> Iterator[tuple[int, Ints]]:
+        """Reports that are due, and have arrived on the host: steps that the rank has run since it told last, with
+        tokens on any rank, and `[2, L, E]`: tokens routed to each expert, in prefill and in decode steps.
 
         Args:
             now: of all steps so far; waits for them.
@@ -76,7 +64,7 @@ class LoadReporter:
         """All counts so far; waits for the steps that run."""
         return np.asarray(self._copy().wait().numpy())
 
-    def _since(self, steps: int, copy: HostCopy) -> LoadNews:
+    def _since(self, steps: int, copy: HostCopy) -> tuple[int, Ints]:
         counts = np.asarray(copy.wait().numpy())
         before, self._told = self._told, counts
-        return LoadNews(steps, counts - before)
+        return steps, counts - before

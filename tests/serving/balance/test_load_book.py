@@ -16,7 +16,7 @@ from repository import ROOT, TINY_MOE
 
 from moe import ExpertPlacement
 from moe.balance import LoadKind, read_loads
-from serving.balance import LoadBook, check_load_out, load_file
+from serving.balance import LoadBook, check_load_out, load_book
 from ubatch import ConfigError
 
 COUNTS = np.array([[[30, 0]], [[0, 10]]])
@@ -39,13 +39,12 @@ def test_balance_is_of_the_placement_and_the_kind() -> None:
 
 
 async def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_file, "EVERY_S", 0.02)
+    monkeypatch.setattr(load_book, "EVERY_S", 0.02)
     path = tmp_path / "loads.json"
     book = LoadBook(ExpertPlacement.default(1, 2, 2), path)
-    file = book.file
 
     found = []
-    task = asyncio.create_task(file.keep())
+    task = asyncio.create_task(book.keep())
     for _ in range(2):
         book.add(0, 1, COUNTS)
         await asyncio.sleep(0.3)
@@ -53,10 +52,10 @@ async def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, m
     at = path.stat().st_mtime_ns
     await asyncio.sleep(0.1)
     assert path.stat().st_mtime_ns == at, "nothing has come, so nothing is written"
-    monkeypatch.setattr(load_file, "EVERY_S", 100.0)
+    monkeypatch.setattr(load_book, "EVERY_S", 100.0)
     await asyncio.sleep(0.1)
     book.add(0, 1, COUNTS)
-    file.end()
+    book.end()
     await task
     assert [*found, read_loads(path).sum()] == [40, 80, 120]
 
@@ -65,10 +64,10 @@ def test_an_engine_without_a_loop_writes_as_it_steps(tmp_path: Path, monkeypatch
     path = tmp_path / "loads.npy"
     book = LoadBook(ExpertPlacement.default(1, 2, 2), path)
     book.add(0, 1, COUNTS)
-    book.file.tick()
+    book.tick()
     assert not path.exists()
-    monkeypatch.setattr(load_file, "EVERY_S", 0.0)
-    book.file.tick()
+    monkeypatch.setattr(load_book, "EVERY_S", 0.0)
+    book.tick()
     assert read_loads(path).sum() == 40
 
 
@@ -78,7 +77,7 @@ def test_a_file_that_cannot_be_written_is_told_and_stops_nothing(
     book = LoadBook(ExpertPlacement.default(1, 2, 2), tmp_path / "gone" / "loads.npy")
     book.add(0, 1, COUNTS)
     with caplog.at_level(logging.ERROR):
-        book.file.write()
+        book.write()
     assert "the experts' load cannot be written" in caplog.text
 
 
@@ -101,9 +100,9 @@ def test_files_that_cannot_be_are_refused_at_once(tmp_path: Path, monkeypatch: p
 SCRIPT = """
 import os, signal, sys
 from serving import LLM, SamplingParams
-from serving.balance import load_file
+from serving.balance import load_book
 
-load_file.EVERY_S = 0.0
+load_book.EVERY_S = 0.0
 llm = LLM(sys.argv[1], expert_load_out=sys.argv[2])
 llm.generate("def main(", SamplingParams(temperature=0, max_tokens=110, ignore_eos=True), use_tqdm=False)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -12,11 +12,10 @@ import pytest
 from engine_mains import tiny, wait_until
 
 from serving.engine import EngineOptions
-from serving.engine.blame import Blame, blame
-from serving.engine.kept import KeptOfRank
+from serving.engine.kept import InStep, KeptOfRank, StepRecord
 from serving.engine.launch import LocalEngines
 from serving.engine.restarts import RestartReason
-from serving.engine.step_record import InStep, StepRecord
+from serving.engine.suspects import Blame, blame
 from serving.engine.wire.messages import Failed, NodeFound, RankFound, decode_from_engine, encode
 from serving.engine.wire.rendezvous import Place
 

@@ -16,9 +16,9 @@ from engine_mains import engine_of_rank, is_alive, tiny, tokens_of, two_nodes, w
 
 from model_runner import SamplingParams
 from serving.engine import EngineOptions, run_node
+from serving.engine.kept import InStep
 from serving.engine.node import _Supervisor, _Told
 from serving.engine.rank.process import ToldToEnd, run_rank
-from serving.engine.step_record import InStep
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, Finished, NodeFound, NodeHeard, RankFound, Ready, ToEngine
 from serving.engine.wire.rendezvous import Place, Run, init_ranks

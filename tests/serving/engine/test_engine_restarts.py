@@ -38,7 +38,7 @@ from serving.engine import EngineClient, EngineOptions
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import RestartLimits
 from serving.engine.rank.process import run_engine
-from serving.engine.run_host import RunHost
+from serving.engine.run import RunHost
 from serving.engine.wire.rendezvous import Place
 from serving.requests import EngineDead, EngineRestarting, PoisonousRequest, RequestInput
 from ubatch import UBatchConfig, UBatchError

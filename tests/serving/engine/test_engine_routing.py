@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from model_runner import FinishReason, SamplingParams
-from serving.engine import prefixes
+from serving.engine import routing
 from serving.engine.routing import RequestStream, Router
 from serving.engine.wire.messages import Outputs
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
@@ -147,20 +147,20 @@ def test_the_load_of_many_conversations_is_even(together: bool, system: int) -> 
 
 
 def test_prefixes_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_MOST_PAGES", 100)
-    known = prefixes.Prefixes(2)
+    monkeypatch.setattr(routing, "_MOST_PAGES", 100)
+    known = routing.Prefixes(2)
     first = known.pages(list(range(16 * 60)))
     known.add(first, 0)
     assert known.held(first) == [60, 0]
     known.add(known.pages([5] * 16 * 60), 1)
     assert known.held(first) == [40, 0]  # the last pages are forgotten first
     assert len(known._pages) == 100
-    assert len(known.pages([5] * 10**6)) == prefixes._PAGES_OF_A_PROMPT
-    assert prefixes.Prefixes(1).pages([5] * 1000) == []
+    assert len(known.pages([5] * 10**6)) == routing._PAGES_OF_A_PROMPT
+    assert routing.Prefixes(1).pages([5] * 1000) == []
 
 
 def test_what_conversations_share_attracts_none() -> None:
-    known = prefixes.Prefixes(2)
+    known = routing.Prefixes(2)
     system = list(range(64))
     one, other, third = (known.pages(system + [token] * 32) for token in (1, 2, 3))
     known.add(one, 0)

@@ -18,7 +18,7 @@ from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.launch import LocalEngines
 from serving.engine.options import RestartLimits
-from serving.engine.run_host import RunHost
+from serving.engine.run import RunHost
 from ubatch import UBatchConfig
 
 pytestmark = pytest.mark.ranks

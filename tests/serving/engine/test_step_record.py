@@ -19,12 +19,11 @@ from fake_proposer import FakeProposer
 from fake_runner import hashed, make_loop
 
 from model_runner import Draft, Request, SamplingParams
-from serving.engine import EngineCore, step_record
-from serving.engine.kept import SharedMemory
+from serving.engine import EngineCore, kept
+from serving.engine.kept import InStep, SharedMemory, StepRecord, clear_steps, read_steps
 from serving.engine.rank import core as core_module
 from serving.engine.rank.core import GrammarMaker
 from serving.engine.rank.process import Engine
-from serving.engine.step_record import InStep, StepRecord, clear_steps, read_steps
 from serving.engine.wire.messages import Add, Refused
 from serving.requests import RequestInput
 from serving.scheduler import SchedulerConfig
@@ -177,7 +176,7 @@ def test_who_reads_while_the_rank_runs_sees_whole_steps(memory: SharedMemory) ->
     seen = set()
     with child(steps):
         while len(seen) < 20:
-            found = step_record._read(memory)
+            found = kept._read(memory)
             if found is not None and found.inside:
                 count = len(found.requests)
                 assert found.requests == tuple(f"{count} {place}" for place in range(count))
