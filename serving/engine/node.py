@@ -33,7 +33,6 @@ from serving.engine.liveness import WatchedTime, node_beat_s, node_silent_s
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
 from serving.engine.restarts import RestartReason
-from serving.engine.run_folder import RunFolder
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive, NodeFound, NodeHeard
@@ -48,6 +47,7 @@ from serving.engine.wire.rendezvous import (
     join_run,
     post_node,
 )
+from serving.engine.wire.stores import RunFolder
 from serving.fork_server import CannotFork
 from serving.logs import log_event
 from serving.network import warn_of_loopback

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -182,9 +183,21 @@ def run_recounting_engine(options: EngineOptions, rank: int, place: Place) -> No
     np.save(options.profile_folder / f"recount-{rank}.npy", np.stack([counted[at] for at in sorted(counted)], axis=1))
 
 
+def sleep_for_ever(options: EngineOptions, rank: int, place: Place) -> None:
+    """A rank that never joins."""
+    time.sleep(3600)
+
+
 def exit_at_once(options: EngineOptions, rank: int, place: Place) -> None:
     """A process that dies before it can say anything."""
     os._exit(7)
+
+
+def secret_file(path: Path, text: str | None = None) -> Path:
+    """A file with a cluster's secret: this one, or a new one."""
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32) if text is None else text)
+    return path
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> bool:

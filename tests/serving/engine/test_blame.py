@@ -1,4 +1,5 @@
-"""Whose fault a failure is: the table, and what is found of real processes."""
+"""Whose fault a failure is: the table, and what is found of real processes; and how often engines may be started
+again."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from engine_mains import tiny, wait_until
 from serving.engine import EngineOptions
 from serving.engine.kept import InStep, KeptOfRank, StepRecord
 from serving.engine.launch import LocalEngines
-from serving.engine.restarts import RestartReason
+from serving.engine.options import RestartLimits
+from serving.engine.restarts import SEARCH_RESTARTS, RestartBudget, RestartReason
 from serving.engine.suspects import Blame, blame
-from serving.engine.wire.messages import Failed, NodeFound, RankFound, decode_from_engine, encode
+from serving.engine.wire.messages import Failed, RankFound, decode_from_engine, encode
 from serving.engine.wire.rendezvous import Place
 
-KILLED, EXITED, HUNG = RestartReason.KILLED, RestartReason.EXITED, RestartReason.HUNG
-UNREACHABLE = RestartReason.UNREACHABLE
+KILLED, EXITED, HUNG, FAILED, UNREACHABLE = RestartReason
 
 
 def running(*requests: str, state: str = "S") -> RankFound:
@@ -95,11 +96,6 @@ def test_a_rank_of_another_machine_says_itself_what_it_was_doing() -> None:
     assert blame(tiny(2, expert_parallel=True), failed, {0: running("a")}) == Blame(True, ("b", "a"))
 
 
-def test_what_a_node_found_travels() -> None:
-    message = NodeFound(1, {2: running("a"), 3: OUTSIDE})
-    assert decode_from_engine(encode(message)) == message
-
-
 def abort_or_stop(options: EngineOptions, rank: int, place: Place) -> None:
     """Rank 0 crashes in a step, rank 1 is stopped in one, rank 2 is killed before its first."""
     assert place.kept is not None
@@ -132,3 +128,39 @@ def test_what_is_found_of_real_processes(tmp_path: Path) -> None:
         engines.kill()
         for each in kept.values():
             each.close()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_window_slides() -> None:
+    clock = Clock()
+    budget = RestartBudget(RestartLimits(2, engine_restart_window_s=10.0), clock)
+    assert budget.may_restart(KILLED)
+    clock.now += 6
+    assert budget.may_restart(FAILED)
+    assert not budget.may_restart(KILLED)
+    clock.now += 4  # the first one is 10 s ago
+    assert budget.may_restart(KILLED)
+    assert not budget.may_restart(KILLED)
+    assert budget.counts == {"killed": 2, "exited": 0, "hung": 0, "failed": 1, "unreachable": 0}
+
+
+def test_a_search_has_a_limit_of_its_own() -> None:
+    budget = RestartBudget(RestartLimits(1), Clock())
+    assert all(budget.may_restart(FAILED, searching=True) for _ in range(SEARCH_RESTARTS))
+    assert not budget.may_restart(FAILED, searching=True)
+    assert budget.may_restart(KILLED)
+    assert not budget.may_restart(KILLED)
+    assert budget.counts["failed"] == SEARCH_RESTARTS
+
+
+def test_without_restarts_there_is_no_search() -> None:
+    budget = RestartBudget(RestartLimits(0), Clock())
+    assert not budget.may_restart(FAILED)
+    assert not budget.may_restart(FAILED, searching=True)
+    assert not any(budget.counts.values())

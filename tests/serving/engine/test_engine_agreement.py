@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import zmq
-from engine_mains import tiny
+from engine_mains import secret_file, sleep_for_ever, tiny
 from repository import TINY_MOE
 
 from ranks import free_port
@@ -36,7 +36,7 @@ from serving.engine.wire.messages import (
     Refused,
     encode,
 )
-from serving.engine.wire.rendezvous import Place, Run, check_node, claim_node, join_run, post_node
+from serving.engine.wire.rendezvous import Run, check_node, claim_node, join_run, post_node
 from serving.requests import EngineStatistics
 from serving.scheduler import SchedulerConfig
 from ubatch import ConfigError, UBatchConfig
@@ -133,17 +133,6 @@ def test_a_second_node_of_the_same_rank_is_refused() -> None:
         claim_node(run, 1)
 
 
-def sleep_for_ever(options: EngineOptions, rank: int, place: Place) -> None:
-    """A rank that never gets ready."""
-    asyncio.run(asyncio.sleep(3600))
-
-
-def secret_of(path: Path, text: str) -> Path:
-    path.touch(0o600)
-    path.write_text(text)
-    return path
-
-
 @pytest.mark.parametrize(
     ("stranger", "secrets", "why"),
     [
@@ -160,7 +149,7 @@ async def test_nodes_that_do_not_fit_both_say_so_and_end_at_once(
     stranger: dict[str, Any], secrets: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
     common = {"master_port": free_port()}
-    files = [{"cluster_secret_file": secret_of(tmp_path / text[:4], text)} for text in secrets] or [{}, {}]
+    files = [{"cluster_secret_file": secret_file(tmp_path / text[:4], text)} for text in secrets] or [{}, {}]
     other = two_nodes(**common, **files[1], **stranger)
     node = asyncio.create_task(asyncio.to_thread(run_node, other, engine_main=sleep_for_ever))
     start = EngineClient.start(two_nodes(**common, **files[0]), engine_main=sleep_for_ever)

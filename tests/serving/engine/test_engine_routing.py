@@ -8,6 +8,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from engine_mains import tiny, tokens_of
+from engine_served import Served
 
 from model_runner import FinishReason, SamplingParams
 from serving.engine import routing
@@ -230,3 +232,22 @@ async def test_a_failure_comes_after_what_was_there_before() -> None:
     assert (await waiting).token_ids == [1, 2]
     with pytest.raises(EngineDead, match="gone"):
         await stream.get()
+
+
+@pytest.mark.long
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_conversation_finds_its_prompts_cached(ranks: int) -> None:
+    with Served(tiny(ranks)) as served:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+
+        async def talk() -> float:
+            prompt = [place * 13 % 2000 + 1 for place in range(320)]
+            for turn in range(24):
+                prompt += await tokens_of(served.client, f"turn {turn}", prompt, params)
+                prompt += [turn * 7 + place + 1 for place in range(4)]
+            await served.client.settle()
+            statistics = served.client.statistics.values()
+            return sum(each.prefix_hits for each in statistics) / sum(each.prefix_queries for each in statistics)
+
+        assert served.run(talk()) >= 0.92
