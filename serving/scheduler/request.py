@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from attention import KVCacheExhausted
-from model_runner import (
-    PENDING_TOKEN,
-    FinishReason,
-    Request,
-    RequestError,
-    ScheduledRequest,
-    Step,
-    TokenLogprobs,
-)
+from model_runner import PENDING_TOKEN, FinishReason, Request, RequestError, ScheduledRequest, Step, TokenLogprobs
 from serving.requests import DraftCounts, RequestInput
 from serving.scheduler.radix_cache import RadixNode
 

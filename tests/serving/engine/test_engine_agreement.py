@@ -24,18 +24,8 @@ from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.options import RestartLimits
 from serving.engine.speculation import Algorithm, SpeculationConfig
+from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import describe_shape, require_same_shape
-from serving.engine.wire.messages import (
-    Alive,
-    Failed,
-    Finished,
-    NodeAlive,
-    Outputs,
-    ProfileWritten,
-    Ready,
-    Refused,
-    encode,
-)
 from serving.engine.wire.rendezvous import Run, check_node, claim_node, join_run, post_node
 from serving.requests import EngineStatistics
 from serving.scheduler import SchedulerConfig
@@ -161,9 +151,10 @@ async def test_nodes_that_do_not_fit_both_say_so_and_end_at_once(
 
 
 OF_RANK_9 = [
-    *(Ready(9, 1, 1, ""), Alive(9, 0.0), Outputs(9, 0, (), EngineStatistics()), Refused(9, "a", "RequestError", "no")),
-    *(Failed(9, "is no more"), Finished(9, ""), ProfileWritten(9, "", None)),
-    *(Ready(1, 1, 1, ""), Finished(0, "")),  # in another's name
+    *(wire.Ready(9, 1, 1, ""), wire.Alive(9, 0.0), wire.Outputs(9, 0, (), EngineStatistics())),
+    *(wire.Refused(9, "a", "RequestError", "no"), wire.Failed(9, "is no more"), wire.Finished(9, "")),
+    wire.ProfileWritten(9, "", None),
+    *(wire.Ready(1, 1, 1, ""), wire.Finished(0, "")),  # in another's name
 ]
 
 
@@ -179,18 +170,18 @@ async def test_a_message_of_no_rank_of_this_run_changes_nothing(caplog: pytest.L
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt_string(zmq.IDENTITY, name)
             socket.connect(address)
-            socket.send(encode(message))
+            socket.send(wire.encode(message))
 
-    send("rank-0", Ready(0, 1, 1, ""))
+    send("rank-0", wire.Ready(0, 1, 1, ""))
     for message in OF_RANK_9:
         send("rank-9", message)
-    send("node-9", NodeAlive(9))
+    send("node-9", wire.NodeAlive(9))
     await asyncio.sleep(0.5)
     assert not client._runs.run.all_ready.done()
     assert not client._finished.done()
     assert not receiving.done()
     assert client._runs.run.liveness._nodes == {}
-    send("rank-1", Ready(1, 1, 1, ""))
+    send("rank-1", wire.Ready(1, 1, 1, ""))
     await asyncio.wait_for(client._runs.run.all_ready, 10)
     receiving.cancel()
     await client._end(0.0)

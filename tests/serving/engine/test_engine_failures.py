@@ -12,21 +12,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import engine_mains as mains
 import pytest
-from engine_mains import (
-    LATE_S,
-    POISON,
-    exit_at_once,
-    is_alive,
-    run_poisonable_engine,
-    run_uneven_engine,
-    sleep_for_ever,
-    started,
-    tiny,
-    tokens_of,
-    wait_for,
-    wait_until,
-)
+from engine_mains import is_alive, started, tiny, tokens_of, wait_for, wait_until
 from repository import ROOT, SUPPORT, TINY_MOE
 
 from model_runner import CheckpointError, ModelRunner, SamplingParams, generate
@@ -66,12 +54,12 @@ if __name__ == "__main__":
 
 async def test_the_rank_that_raised_is_blamed_with_its_own_error() -> None:
     """The other one felt it, too, and says so; it shares every step."""
-    async with started(tiny(2, expert_parallel=True), run_poisonable_engine) as client:
+    async with started(tiny(2, expert_parallel=True), mains.run_poisonable_engine) as client:
         pids = [pid for pid in client.pids.values() if pid is not None]
         names = ["even", "odd"]  # one for each rank
         streams = [asyncio.create_task(tokens_of(client, name, [1, 2, 3], LONG)) for name in names]
         assert await wait_for(lambda: all(s.generation_tokens > 0 for s in client.statistics.values()))
-        poison = asyncio.create_task(tokens_of(client, "poison", [POISON] * 300, LONG))
+        poison = asyncio.create_task(tokens_of(client, "poison", [mains.POISON] * 300, LONG))
         outcomes = await asyncio.gather(poison, *streams, return_exceptions=True)
         for outcome in outcomes:
             assert isinstance(outcome, EngineDead), outcome
@@ -83,8 +71,8 @@ async def test_the_rank_that_raised_is_blamed_with_its_own_error() -> None:
 @pytest.mark.slow
 async def test_ranks_that_start_at_different_speeds_wait_for_each_other() -> None:
     """Longer than `timeout_s`: in its first vote rank 0 waits until rank 1 has loaded, too."""
-    dbo = UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, timeout_s=LATE_S - 2)
-    async with started(tiny(2, expert_parallel=True, dbo=dbo), run_uneven_engine) as client:
+    dbo = UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=8, timeout_s=mains.LATE_S - 2)
+    async with started(tiny(2, expert_parallel=True, dbo=dbo), mains.run_uneven_engine) as client:
         assert len(await tokens_of(client, "one", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))) == 4
 
 
@@ -92,7 +80,7 @@ async def test_ranks_that_start_at_different_speeds_wait_for_each_other() -> Non
     ("options", "main", "error", "message"),
     [
         (EngineOptions(Path("/nowhere")), run_engine, CheckpointError, "/nowhere is not a folder"),
-        (tiny(), exit_at_once, EngineDead, "rank 0 died with exit status 7"),
+        (tiny(), mains.exit_at_once, EngineDead, "rank 0 died with exit status 7"),
         (tiny(2, nnodes=2, master_addr="203.0.113.1", master_port=1), run_engine, ConfigError, "master_addr"),
     ],
 )
@@ -181,7 +169,7 @@ def stop_while_loading(options: EngineOptions, rank: int, place: Place) -> None:
 
 def join_late(options: EngineOptions, rank: int, place: Place) -> None:
     """`run_engine`, in which rank 1 never joins."""
-    (sleep_for_ever if rank == 1 else run_engine)(options, rank, place)
+    (mains.sleep_for_ever if rank == 1 else run_engine)(options, rank, place)
 
 
 @pytest.mark.wide
@@ -189,7 +177,7 @@ def join_late(options: EngineOptions, rank: int, place: Place) -> None:
 @pytest.mark.parametrize(
     ("main", "who", "options"),
     [
-        (sleep_for_ever, "[01]", tiny(2, expert_parallel=True)),
+        (mains.sleep_for_ever, "[01]", tiny(2, expert_parallel=True)),
         (stop_while_loading, "1", tiny(2, expert_parallel=True)),
         (join_late, "1", tiny(2, expert_parallel=True)),
         (join_late, "1", tiny(tensor_parallel_size=2)),

@@ -22,32 +22,8 @@ from serving.engine import EngineOptions
 from serving.engine.client import EngineClient
 from serving.engine.kept import InStep
 from serving.engine.speculation import Algorithm, SpeculationConfig
-from serving.engine.wire import messages
+from serving.engine.wire import messages as wire
 from serving.engine.wire.link import EngineLink
-from serving.engine.wire.messages import (
-    Abort,
-    Add,
-    Alive,
-    Failed,
-    Finished,
-    NodeAlive,
-    NodeFound,
-    Outputs,
-    ProfileWritten,
-    RankFound,
-    Ready,
-    Refused,
-    Shutdown,
-    StartProfile,
-    StopProfile,
-    ToEngine,
-    Wake,
-    decode_from_engine,
-    decode_to_engine,
-    encode,
-    error_kind,
-    make_error,
-)
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError
 
@@ -70,10 +46,10 @@ LOGPROBS = TokenLogprobs(3, -0.5, 1, ((3, -0.5), (4, -1.0)))
 @pytest.mark.parametrize(
     "message",
     [
-        Add(RequestInput("a", [1, 2, 3], PARAMS, priority=-1), 7),
-        *(Abort("a"), Wake(3), StartProfile(), StopProfile("/somewhere"), Shutdown()),
-        *(Ready(1, 2048, 100, "KV cache"), Alive(1, 900.0), Finished(0, "42"), NodeAlive(1)),
-        Outputs(
+        wire.Add(RequestInput("a", [1, 2, 3], PARAMS, priority=-1), 7),
+        *(wire.Abort("a"), wire.Wake(3), wire.StartProfile(), wire.StopProfile("/somewhere"), wire.Shutdown()),
+        *(wire.Ready(1, 2048, 100, "KV cache"), wire.Alive(1, 900.0), wire.Finished(0, "42"), wire.NodeAlive(1)),
+        wire.Outputs(
             0,
             12,
             [
@@ -82,29 +58,29 @@ LOGPROBS = TokenLogprobs(3, -0.5, 1, ((3, -0.5), (4, -1.0)))
             ],
             EngineStatistics(num_running=1, kv_usage=0.25, steps={"decode/engaged": 3}),
         ),
-        *(Refused(0, "a", "RequestError", "no"), Refused(0, "a", "RequestError", "no", "min_tokens")),
-        Failed(1, "rank 0 died", "UBatchError", "PeerFailed", "Traceback", echo=True),
+        *(wire.Refused(0, "a", "RequestError", "no"), wire.Refused(0, "a", "RequestError", "no", "min_tokens")),
+        wire.Failed(1, "rank 0 died", "UBatchError", "PeerFailed", "Traceback", echo=True),
         *(
-            ProfileWritten(0, "/somewhere", None),
-            NodeFound(1, {2: RankFound(InStep(True, ("a",)), "S"), 3: RankFound()}),
+            wire.ProfileWritten(0, "/somewhere", None),
+            wire.NodeFound(1, {2: wire.RankFound(InStep(True, ("a",)), "S"), 3: wire.RankFound()}),
         ),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_messages_come_back(message: messages.ToEngine | messages.FromEngine) -> None:
-    to_engine = isinstance(message, get_args(messages.ToEngine))
-    assert (decode_to_engine if to_engine else decode_from_engine)(encode(message)) == message
+def test_messages_come_back(message: wire.ToEngine | wire.FromEngine) -> None:
+    to_engine = isinstance(message, get_args(wire.ToEngine))
+    assert (wire.decode_to_engine if to_engine else wire.decode_from_engine)(wire.encode(message)) == message
 
 
 def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
-        decode_to_engine(b"\x00hello")
+        wire.decode_to_engine(b"\x00hello")
     with pytest.raises(msgspec.ValidationError):
-        decode_to_engine(encode(NodeAlive(1)))
-    fields = msgspec.msgpack.decode(encode(Add(RequestInput("a", [1], SamplingParams()), 1)))
+        wire.decode_to_engine(wire.encode(wire.NodeAlive(1)))
+    fields = msgspec.msgpack.decode(wire.encode(wire.Add(RequestInput("a", [1], SamplingParams()), 1)))
     fields[1]["params"]["top_p"] = 7.0
     with pytest.raises(msgspec.ValidationError, match=r"top_p must be above 0 and at most 1, not 7\.0"):
-        decode_to_engine(msgspec.msgpack.encode(fields))
+        wire.decode_to_engine(msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +94,7 @@ def test_what_is_no_message_is_refused() -> None:
     ],
 )
 def test_errors_keep_their_kind(error: Exception, kind: type[Exception]) -> None:
-    made = make_error(error_kind(error), str(error), "min_tokens")
+    made = wire.make_error(wire.error_kind(error), str(error), "min_tokens")
     assert type(made) is kind
     assert str(made) == ("None" if made is None else "no")
     assert getattr(made, "param", None) == getattr(error, "param", None)
@@ -138,16 +114,16 @@ def connected(folder: Path) -> Iterator[tuple[Callable[..., object], EngineLink]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as client:
         client.bind(f"ipc://{folder}/client")
         with closing(EngineLink(f"ipc://{folder}/client", "rank-0")) as link:
-            link.send(Abort("hello"))  # type: ignore[arg-type]
+            link.send(wire.Abort("hello"))  # type: ignore[arg-type]
             client.recv_multipart()
-            yield lambda *messages: client.send_multipart([b"rank-0", *map(encode, messages)]), link
+            yield lambda *messages: client.send_multipart([b"rank-0", *map(wire.encode, messages)]), link
 
 
-def slowly(messages: Iterator[ToEngine]) -> list[str]:
+def slowly(messages: Iterator[wire.ToEngine]) -> list[str]:
     """Take messages in, at a millisecond each."""
     taken = []
     for message in messages:
-        assert isinstance(message, Abort)
+        assert isinstance(message, wire.Abort)
         taken.append(message.request_id)
         time.sleep(0.001)
     return taken
@@ -159,7 +135,7 @@ def test_a_flood_of_messages_is_taken_in_over_several_steps(tmp_path: Path) -> N
     names = [str(number) for number in range(300)]
     with connected(tmp_path) as (send, link):
         for name in names:
-            send(Abort(name))
+            send(wire.Abort(name))
         parts: list[list[str]] = []
         while sum(map(len, parts)) < 300:
             parts.append(slowly(link.receive(5.0)))
@@ -167,7 +143,7 @@ def test_a_flood_of_messages_is_taken_in_over_several_steps(tmp_path: Path) -> N
         assert [name for part in parts for name in part] == names
         assert list(link.receive()) == []
         for name in names:
-            send(Abort(name))
+            send(wire.Abort(name))
         time.sleep(1.0)  # a long step
         assert len(slowly(link.receive())) > max(map(len, parts)), "what takes no longer than the step does not wait"
 
@@ -177,7 +153,7 @@ def test_what_was_sent_together_is_taken_together_where_no_step_waits(tmp_path: 
     with connected(tmp_path) as (send, link):
         taken: list[int] = []
         for wait_s in (5.0, 0.0):
-            send(*(Abort(str(number)) for number in range(30)))
+            send(*(wire.Abort(str(number)) for number in range(30)))
             time.sleep(0.05)
             link._received_at = time.monotonic()
             taken.append(len(slowly(link.receive(wait_s))))
@@ -196,14 +172,14 @@ async def test_a_request_that_is_refused_while_it_runs_is_aborted() -> None:
     rank = context.socket(zmq.DEALER)
     rank.setsockopt_string(zmq.IDENTITY, "rank-0")
     rank.connect(address)
-    await rank.send(encode(Refused(0, "nobody", "RequestError", "no")))
+    await rank.send(wire.encode(wire.Refused(0, "nobody", "RequestError", "no")))
     await asyncio.sleep(0.3)
     asked = asyncio.create_task(tokens_of(client, "a", [1, 2], SamplingParams()))
-    assert isinstance(decode_to_engine(await asyncio.wait_for(rank.recv(), 10)), Add)
-    await rank.send(encode(Refused(0, "a", "RequestError", "too long")))
+    assert isinstance(wire.decode_to_engine(await asyncio.wait_for(rank.recv(), 10)), wire.Add)
+    await rank.send(wire.encode(wire.Refused(0, "a", "RequestError", "too long")))
     with pytest.raises(RequestError, match="too long"):
         await asked
-    assert decode_to_engine(await asyncio.wait_for(rank.recv(), 10)) == Abort("a")
+    assert wire.decode_to_engine(await asyncio.wait_for(rank.recv(), 10)) == wire.Abort("a")
     assert client.num_outstanding == 0
     receiving.cancel()
     await client._end(0.0)

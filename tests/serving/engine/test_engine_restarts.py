@@ -17,21 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import engine_mains as mains
 import pytest
 import zmq
-from engine_mains import (
-    POISON,
-    exit_at_once,
-    is_alive,
-    kill_engine,
-    run_engine_with_poisonable_schedule,
-    run_poisonable_engine,
-    started,
-    tiny,
-    tokens_of,
-    two_nodes,
-    wait_for,
-)
+from engine_mains import is_alive, kill_engine, started, tiny, tokens_of, two_nodes, wait_for
 from engine_served import PARAMS, PROMPTS
 from forked import own_server
 
@@ -156,7 +145,7 @@ def fails_when_it_starts_again(options: EngineOptions, rank: int, place: Place) 
     started = options.profile_folder / "started"
     started.write_text(f"{started.read_text() if started.exists() else ''}!")
     if started.read_text() == "!!":
-        exit_at_once(options, rank, place)
+        mains.exit_at_once(options, rank, place)
     run_engine(options, rank, place)
 
 
@@ -184,12 +173,12 @@ async def engines(main: EngineMain, *, nodes: int = 1, **options: Any) -> AsyncI
 @pytest.mark.parametrize(
     ("main", "options"),
     [
-        pytest.param(run_poisonable_engine, WAYS["data parallel"], id="data parallel", marks=pytest.mark.wide),
-        pytest.param(run_engine_with_poisonable_schedule, WAYS["data parallel"], id="schedule", marks=SLOW),
-        pytest.param(run_poisonable_engine, WAYS["tensor parallel"], id="tensor parallel", marks=SLOW),
-        pytest.param(run_poisonable_engine, {"nodes": 2, "expert_parallel": True}, id="two nodes", marks=SLOW),
-        pytest.param(run_poisonable_engine, {}, id="one rank"),
-        pytest.param(run_poisonable_engine, {"overlap_schedule": True}, id="overlapped loop", marks=SLOW),
+        pytest.param(mains.run_poisonable_engine, WAYS["data parallel"], id="data parallel", marks=pytest.mark.wide),
+        pytest.param(mains.run_engine_with_poisonable_schedule, WAYS["data parallel"], id="schedule", marks=SLOW),
+        pytest.param(mains.run_poisonable_engine, WAYS["tensor parallel"], id="tensor parallel", marks=SLOW),
+        pytest.param(mains.run_poisonable_engine, {"nodes": 2, "expert_parallel": True}, id="two nodes", marks=SLOW),
+        pytest.param(mains.run_poisonable_engine, {}, id="one rank"),
+        pytest.param(mains.run_poisonable_engine, {"overlap_schedule": True}, id="overlapped loop", marks=SLOW),
     ],
 )
 async def test_only_the_poisonous_request_ends(main: EngineMain, options: dict[str, Any]) -> None:
@@ -200,7 +189,7 @@ async def test_only_the_poisonous_request_ends(main: EngineMain, options: dict[s
         others = asyncio.create_task(all_outputs(client, "after", 3))
         assert await wait_for(lambda: sum(each.num_running for each in client.statistics.values()) == 3)
         with pytest.raises(PoisonousRequest, match=r"'poison' has killed the engine .* ZeroDivisionError: poisoned"):
-            await tokens_of(client, "poison", [2, POISON], LONGER[0])
+            await tokens_of(client, "poison", [2, mains.POISON], LONGER[0])
         assert await others == undisturbed
         assert client.poisonous == 1
         assert client.pause is None
