@@ -18,9 +18,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import wait
 from threading import current_thread, main_thread
 from typing import Self
@@ -121,7 +122,7 @@ def _run_once(
         link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
         ending.callback(link.close)
         told.listen()
-        engines = _start(options, link, told, place, engine_main, kept)
+        engines = _start(partial(LocalEngines, options, place, engine_main, kept), options, link, told)
         if engines is None:
             return _told_to_end(options, link, told, options.local_ranks.start)
         ending.callback(engines.kill)
@@ -129,17 +130,12 @@ def _run_once(
 
 
 def _start(
-    options: EngineOptions,
-    link: EngineLink,
-    told: _Told,
-    place: Place,
-    engine_main: EngineMain,
-    kept: Mapping[int, KeptOfRank],
+    start: Callable[[threading.Event], LocalEngines], options: EngineOptions, link: EngineLink, told: _Told
 ) -> LocalEngines | None:
     """Start the ranks, which may take seconds, while node 0 waits for signs of life; None if told to end meanwhile."""
     abandoned = threading.Event()
     with futures.ThreadPoolExecutor(1) as starting:
-        started = starting.submit(LocalEngines, options, place, engine_main, kept, abandoned)
+        started = starting.submit(start, abandoned)
         while not futures.wait([started], node_beat_s(options.dbo.timeout_s)).done:
             link.send(NodeAlive(options.node_rank))
             if told.number:

@@ -32,7 +32,7 @@ from serving.engine.liveness import Liveness
 from serving.engine.options import EngineOptions
 from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import is_of_this_run, node_identity, rank_identity
-from serving.engine.wire.gate import CurveGate, Seldom
+from serving.engine.wire.link import CurveGate, Seldom
 from serving.engine.wire.rendezvous import Place, Run, Store, announce_network, check_node, host_store
 from serving.engine.wire.secret import CurveKeys, read_secret
 from serving.engine.wire.stores import RunFolder

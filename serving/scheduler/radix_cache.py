@@ -73,6 +73,13 @@ class RadixNode:
         self.snapshot: int | None = None
 
 
+def _path(node: RadixNode) -> Iterator[RadixNode]:
+    """A node and those above it, but the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
 class Snapshots:
     """The slots of `count` snapshots; 0 for a model without recurrent states."""
 
@@ -235,32 +242,24 @@ class RadixCache:
 
     def lock(self, node: RadixNode) -> None:
         """Protect a node and the path to it from eviction."""
-        step: RadixNode | None = node
-        while step is not None and step is not self.root:
+        for step in _path(node):
             if step.locks == 0:
                 self.num_locked += len(step.blocks)
             step.locks += 1
-            step = step.parent
 
     def unlock(self, node: RadixNode) -> None:
         """Remove one lock from a node and the path to it."""
-        step: RadixNode | None = node
-        while step is not None and step is not self.root:
+        for step in _path(node):
             if step.locks == 0:
                 raise KVCacheError("a node of the prefix cache was unlocked more often than locked.")
             step.locks -= 1
             if step.locks == 0:
                 self.num_locked -= len(step.blocks)
                 self._note_evictable(step)
-            step = step.parent
 
     def num_unlocked(self, node: RadixNode) -> int:
         """Number of evictable blocks on the path to a node: those that `lock` would protect."""
-        count, step = 0, node
-        while step.locks == 0 and step.parent is not None:  # above a locked node everything is locked
-            count += len(step.blocks)
-            step = step.parent
-        return count
+        return sum(len(step.blocks) for step in _path(node) if step.locks == 0)
 
     def evict(self, num_blocks: int) -> list[int]:
         """Evict and return up to `num_blocks` blocks, the least recently used first; fewer if the rest is locked."""
