@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_mains import kill_engine, run_recounting_engine, tiny, tokens_of, wait_for
-from engine_served import LONG, PARAMS, PROMPTS, Served
+from engine_mains import LONG, PARAMS, PROMPTS, Served, kill_engine, run_recounting_engine, tiny, tokens_of, wait_for
 from repository import TINY_MOE
 from torch import Tensor
 

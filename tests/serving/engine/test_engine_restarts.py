@@ -20,8 +20,7 @@ from unittest.mock import Mock
 import engine_mains as mains
 import pytest
 import zmq
-from engine_mains import is_alive, kill_engine, started, tiny, tokens_of, two_nodes, wait_for
-from engine_served import PARAMS, PROMPTS
+from engine_mains import PARAMS, PROMPTS, is_alive, kill_engine, started, tiny, tokens_of, two_nodes, wait_for
 from forked import own_server
 
 from model_runner import SamplingParams

@@ -8,8 +8,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from engine_mains import tiny, tokens_of
-from engine_served import Served
+from engine_mains import Served, tiny, tokens_of
 
 from model_runner import FinishReason, SamplingParams
 from serving.engine import routing

@@ -21,8 +21,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 from children import exit_code, in_child
-from engine_mains import run_engine_that_connects_to_nobody, run_engine_that_finds_the_other_gone, tiny
-from engine_served import Served
+from engine_mains import Served, run_engine_that_connects_to_nobody, run_engine_that_finds_the_other_gone, tiny
 from forked import own_server
 from repository import MODELS
 
