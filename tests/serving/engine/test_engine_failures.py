@@ -110,6 +110,9 @@ def test_an_engine_does_not_outlive_its_parent(when: str) -> None:
         assert wait_until(lambda: not is_alive(engine))
 
 
+# -- engines that hang -------------------------------------------------------------------------------------------------
+
+
 TIMEOUT_S = 4.0
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 

@@ -299,6 +299,9 @@ def test_a_request_that_kills_before_its_first_step_is_recorded_alone(memory: Sh
     assert read_steps(memory) == InStep(True, ("bad",))
 
 
+# -- what the next process takes over ----------------------------------------------------------------------------------
+
+
 WAYS: Mapping[str, dict[str, Any]] = {
     "data parallel": {"ranks": 2, "expert_parallel": True},
     "tensor parallel": {"tensor_parallel_size": 2, "expert_parallel": True},

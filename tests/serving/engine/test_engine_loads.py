@@ -125,6 +125,9 @@ def test_a_kind_without_tokens_travels_as_nothing() -> None:
     np.testing.assert_array_equal(read.counts((1, 3)), counts)
 
 
+# -- what the client has -----------------------------------------------------------------------------------------------
+
+
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 CHUNKED = SchedulerConfig(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=16)
 DBO = UBatchConfig(enable_dbo=True, dbo_decode_token_threshold=2, dbo_prefill_token_threshold=4)

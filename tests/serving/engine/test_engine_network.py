@@ -151,6 +151,9 @@ async def test_without_a_secret_one_warning_says_so(caplog: pytest.LogCaptureFix
     assert "not authenticated" in warnings[0]
 
 
+# -- another user of the machine ---------------------------------------------------------------------------------------
+
+
 NOBODY = 65534
 CONNECTIONS = 300
 

@@ -137,6 +137,9 @@ async def test_the_death_of_a_rank_of_node_0_is_a_failure_of_every_node() -> Non
         assert await asyncio.wait_for(node, 30) == 1
 
 
+# -- engines are started again -----------------------------------------------------------------------------------------
+
+
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 TIMEOUT_S = 10.0
 

@@ -103,6 +103,9 @@ def test_what_a_rank_that_is_killed_while_it_connects_leaves_is_removed_with_the
         Served(tiny(2, expert_parallel=True), run_engine_that_connects_to_nobody)
 
 
+# -- a node that joins -------------------------------------------------------------------------------------------------
+
+
 TIMEOUT_S = 0.5
 
 

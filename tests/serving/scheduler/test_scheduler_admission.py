@@ -1,4 +1,4 @@
-"""Who is admitted when: policies, look-ahead, and prompts that begin alike."""
+"""Who is admitted when: policies, look-ahead, and prompts that begin alike; and who gives way when KV is short."""
 
 from __future__ import annotations
 
@@ -191,6 +191,9 @@ def test_without_a_prefix_cache_nobody_waits_for_a_prefix() -> None:
     loop.run()
     statistics = loop.scheduler.statistics()
     assert (statistics.prefix_queries, statistics.prompt_tokens) == (0, 100)
+
+
+# -- KV pressure: who gives way, how it comes back, and who stays ------------------------------------------------------
 
 
 def pressed(*requests: tuple[str, list[int], int], num_blocks: int, **config: object) -> Loop:
