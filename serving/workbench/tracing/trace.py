@@ -24,9 +24,8 @@ from serving.options import TRACE, Layer, Settings, chosen_dtype, describe_setti
 from serving.options.sources import Source, settle_environment, spelled_flag
 from serving.workbench.bench.statistics import columns
 from serving.workbench.tracing.diagnosis import diagnose
-from serving.workbench.tracing.expert_map import as_document
-from serving.workbench.tracing.experts import RecordedLoads, loads_of_file, loads_of_traces
-from serving.workbench.tracing.finding import Finding
+from serving.workbench.tracing.experts import RecordedLoads, as_document, loads_of_file, loads_of_traces
+from serving.workbench.tracing.inside import Finding
 from serving.workbench.tracing.offline import OfflineRun, choose_run, pick_link, record, record_serial
 from serving.workbench.tracing.steps import Group, StepRecord, between_steps, group_steps, read_steps
 from ubatch import ConfigError, Remark, UBatchError, write_chrome, write_html

@@ -40,10 +40,8 @@ from serving.options.flags.commands import Measurement
 from serving.ranks import terminated_as_exit
 from serving.workbench.arms.cells import Grid, requests_needed
 from serving.workbench.bench.statistics import environment
-from serving.workbench.tuning.measure import Plan, State, load_state, state_file
-from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
-from serving.workbench.tuning.rank import Measured, tune_rank
-from serving.workbench.tuning.report import Result, make_result
+from serving.workbench.tuning.measure import Measured, Plan, State, load_state, state_file, tune_rank
+from serving.workbench.tuning.report import Result, can_draw_png, make_result, write_html, write_png
 from ubatch import ConfigError, UBatchConfig
 
 _TIMEOUT_S = 300.0

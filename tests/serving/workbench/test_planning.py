@@ -16,11 +16,9 @@ import yaml
 
 from serving.workbench import planning
 from serving.workbench.planning.constants import GemmKernel, load_constants
-from serving.workbench.planning.costs import LayerCosts
-from serving.workbench.planning.kernels import KernelTimes, interpolated
+from serving.workbench.planning.costs import KernelTimes, LayerCosts, Transfers, expected_destinations, interpolated
 from serving.workbench.planning.plan import lane_program, plain_step, predict_step
 from serving.workbench.planning.shapes import Mode, ModelShape, Workload, read_model
-from serving.workbench.planning.transfers import Transfers, expected_destinations
 from ubatch.errors import ConfigError
 from ubatch.schedules.lane_program import layer_program
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule, SharedExpert

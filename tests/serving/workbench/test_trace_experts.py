@@ -16,7 +16,7 @@ from moe import ExpertPlacement
 from moe.balance import Ints, write_loads
 from serving.cli import main
 from serving.engine.rank.tracing import EXPERT_LOADS
-from serving.workbench.tracing.expert_map import as_document, draw_balance
+from serving.workbench.tracing.experts import as_document, draw_balance
 from ubatch.trace import read_chrome
 from ubatch.trace.export import write_chrome
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
