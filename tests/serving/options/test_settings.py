@@ -127,7 +127,7 @@ def differences(one: dict[str, str], other: dict[str, str]) -> set[str]:
 @pytest.mark.parametrize("command", TABLES)
 def test_every_setting_has_a_case(command: str) -> None:
     assert set(TABLES[command].settings) <= set(CASES), (
-        "a new setting needs an entry in tests/support/settings_table.py"
+        "a new setting needs an entry in tests/support/settings_table.yaml"
     )
 
 
