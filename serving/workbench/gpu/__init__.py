@@ -5,10 +5,10 @@
     report      figures with their goals, tables, JSON, markdown
     bench       shared by the sections: the device, timing on it, its ceilings, the time budget
     run         the list of sections; runs each in a process of its own, so that one's failure spares the others
-    experts     fused MoE against the bandwidth floor, the matrix peak, and the same experts computed by other libraries
+    experts     fused MoE against the bandwidth floor, the matrix peak, and other libraries; grouped GEMMs next to a
+                transport that holds SMs while it sends
     attention   paged decode attention against the copy bandwidth; linear attention of prompts
     prefill     overlapped prefill against the best serial one, over `host_loopback`, in graphs
-    sms         grouped GEMMs next to a transport that holds SMs while it sends
     decode      CPU time of a decode step that is a CUDA graph; cost of a hand-off in eager steps
     model       a model with random weights and a batch for it, as the model runner would plan it
 

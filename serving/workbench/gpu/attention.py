@@ -46,8 +46,7 @@ def decode(bench: Bench, section: Section) -> None:
     for batch in batches:
         bench.check_time(f"batch {batch}")
         label = f"batch {batch}"
-        measured = _measure(bench, section, shape, batch, context)
-        section.arms_ms[label] = measured
+        measured = section.arms_ms[label] = _measure(bench, section, shape, batch, context)
         num_bytes = 2 * batch * context * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
         limit_ms = num_bytes / bench.copy_bytes_per_s * 1e3
         section.add(f"{label}: time", bootstrap(measured[_OURS]), "ms")
@@ -97,8 +96,8 @@ def prompts(bench: Bench, section: Section) -> None:
     for number, length in batches:
         label = f"{number} of {length} tokens"
         bench.check_time(label)
-        found = bench.interleave({"layer": bench.kernel(_layer(bench, shape, number, length))}, label)
-        section.arms_ms[label] = found
+        arms = {"layer": bench.kernel(_layer(bench, shape, number, length))}
+        found = section.arms_ms[label] = bench.interleave(arms, label)
         section.add(f"{label}: time", bootstrap(found["layer"]), "ms")
 
 

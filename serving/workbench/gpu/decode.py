@@ -42,15 +42,12 @@ _LAUNCHES = ("GraphLaunch", "LaunchKernel", "Memcpy", "Memset")
 @torch.inference_mode()
 def measure(bench: Bench, section: Section) -> None:
     """Goals: one graph launch per step; a plain replay at most 30 us of CPU, a whole plain step at most 200 us."""
-    requests, context = (2, 20) if bench.tiny else (64, 1024)
     size = TINY if bench.tiny else _fitting(QWEN3_30B_A3B)
-    model = Model.random(bench, size, make_all2all("local", group=None, num_experts=size.num_experts))
-    section.shape = {**vars(size), "requests": requests, "context": context, "dtype": str(bench.dtype)}
+    model, step = _decode_batch(bench, section, size, static=True)
     section.shape["graphs"] = bench.captures
-    step = Step(bench, model, requests, 1, context, static=True)
 
-    eager = bench.interleave({"eager": bench.timed(lambda: step.run(model.module, step.whole))}, "eager")
-    section.arms_ms["eager"] = eager
+    arms = {"eager": bench.timed(lambda: step.run(model.module, step.whole))}
+    eager = section.arms_ms["eager"] = bench.interleave(arms, "eager")
     section.add("plain, eager: step", bootstrap(eager["eager"]), "ms")
     transports: dict[str, All2All[Any]] = {
         "plain": make_all2all("local", group=None, num_experts=size.num_experts),
@@ -60,6 +57,14 @@ def measure(bench: Bench, section: Section) -> None:
         bench.check_time(f"the {name} graph")
         model.travel_by(transport)
         _measure_graph(bench, section, model, step, name)
+
+
+def _decode_batch(bench: Bench, section: Section, size: RandomQwen3Moe, *, static: bool = False) -> tuple[Model, Step]:
+    """A model over the `local` transport, and a batch of requests that decode."""
+    requests, context = (2, 20) if bench.tiny else (64, 1024)
+    section.shape = {**vars(size), "requests": requests, "context": context, "dtype": str(bench.dtype)}
+    model = Model.random(bench, size, make_all2all("local", group=None, num_experts=size.num_experts))
+    return model, Step(bench, model, requests, 1, context, static=static)
 
 
 def _fitting(size: RandomQwen3Moe) -> RandomQwen3Moe:
@@ -90,11 +95,10 @@ def _measure_graph(bench: Bench, section: Section, model: Model, step: Step, nam
             arms["replay"] = bench.launched(graph.replay, calls)
         arms["whole_step"] = bench.launched(whole_step, calls)
         arms["device"] = bench.timed(whole_step)
-        measured = bench.interleave(arms, f"{name} decode")
+        measured = section.arms_ms[name] = bench.interleave(arms, f"{name} decode")
         launches = _launches(bench, whole_step)
     finally:
         wrapper.close()
-    section.arms_ms[name] = measured
     _add(section, name, measured, launches, judged=not overlapped)
 
 
@@ -144,11 +148,8 @@ def count_launches(names: Iterable[str]) -> Counter[str]:
 @torch.inference_mode()
 def eager_lanes(bench: Bench, section: Section) -> None:
     """Measure and print the cost; there is no goal."""
-    requests, context = (2, 20) if bench.tiny else (64, 1024)
     size = TINY if bench.tiny else replace(QWEN3_30B_A3B, num_hidden_layers=_EAGER_LAYERS)
-    model = Model.random(bench, size, make_all2all("local", group=None, num_experts=size.num_experts))
-    step = Step(bench, model, requests, 1, context)
-    section.shape = {**vars(size), "requests": requests, "context": context, "dtype": str(bench.dtype)}
+    model, step = _decode_batch(bench, section, size)
     wrapper = model.wrapped(bench, captured=False)
 
     def back_to_back() -> Tensor:
@@ -167,11 +168,10 @@ def eager_lanes(bench: Bench, section: Section) -> None:
             "back_to_back_launched": bench.launched(back_to_back),
             "lanes_launched": bench.launched(lanes),
         }
-        measured = bench.interleave(arms, "eager lanes")
+        measured = section.arms_ms["lanes"] = bench.interleave(arms, "eager lanes")
         seen = wrapper.statistics()
     finally:
         wrapper.close()
-    section.arms_ms["lanes"] = measured
     handoffs = (seen.handoffs - before.handoffs) / (seen.engaged - before.engaged)
     for name, values in measured.items():
         section.add(name.replace("_", " "), bootstrap(values), "ms")

@@ -43,11 +43,9 @@ from serving.engine.wire.messages import Alive, Finished, Ready, Shutdown
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.processes import check_parent
 from serving.progress import progress
-from serving.workbench.arms.cells import Arm, Cell, Grid, kv_blocks_needed, library_arms, make_batch
-from serving.workbench.arms.cost_table import SERIAL_ARM
+from serving.workbench.arms.cells import SERIAL_ARM, Arm, Cell, Grid, kv_blocks_needed, library_arms, make_batch
 from serving.workbench.arms.programs import gather_texts
-from serving.workbench.arms.stages import best_schedules
-from serving.workbench.arms.steps import ArmSteps, NoStageTimes
+from serving.workbench.arms.stages import ArmSteps, NoStageTimes, best_schedules
 from ubatch import CommGroup, ConfigError
 from ubatch.process import Heart
 from ubatch.ranks import taking_long

@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from serving.workbench.arms.cells import Arm, Cell
-from serving.workbench.arms.cost_table import SERIAL_ARM, CostTable, Setting, choose
+from serving.workbench.arms.cells import SERIAL_ARM, Arm, Cell, CostTable, Setting, choose
 from serving.workbench.bench.statistics import columns, paired
 from serving.workbench.tuning.measure import State
 from ubatch import SCHEDULES, UBatchConfig

@@ -17,8 +17,7 @@ from repository import TINY_MOE
 import serving.workbench.tuning.tune
 from serving.cli import main
 from serving.options import read_serve_command
-from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
-from serving.workbench.arms.cost_table import SERIAL_ARM, CostTable, Setting
+from serving.workbench.arms.cells import SERIAL_ARM, Arm, Cell, CostTable, Grid, Setting, library_arms
 from serving.workbench.arms.stages import LayerStages, StageModel, best_schedules, layer_times
 from serving.workbench.tuning.measure import State, load_state, save_state
 from serving.workbench.tuning.report import Result, can_draw_png, make_result, write_html, write_png

@@ -38,8 +38,16 @@ from model_runner.parallel import most_chunks
 from moe import EmulatedLink
 from serving.progress import progress
 from serving.ranks import run_ranks
-from serving.workbench.arms.cells import Cell, Grid, arm_config, kv_blocks_needed, make_batch, requests_needed
-from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
+from serving.workbench.arms.cells import (
+    SERIAL_ARM,
+    Cell,
+    Grid,
+    Setting,
+    arm_config,
+    kv_blocks_needed,
+    make_batch,
+    requests_needed,
+)
 from serving.workbench.bench.options import DECIDING, LatencyUs, ModelFolder, Ranks, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
