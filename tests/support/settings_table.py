@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from repository import TINY_MOE
+from calls import HEAD, words_of
 
-HEAD = TINY_MOE.parent / "tiny-moe-eagle"
+__all__ = ["CASES", "HEAD", "Case"]
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,11 @@ class Case:
     off: bool = False
 
 
-EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
-WORDS = {
-    "EP": EP,
-    "DBO": (*EP, "--enable-dbo"),
-    "NODES": ("--data-parallel-size", "2", "--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "29500"),
-    "NGRAM": ("--speculative-algorithm", "ngram"),
-    "EAGLE": ("--speculative-algorithm", "eagle", "--speculative-draft-model-path", str(HEAD)),
-    "CORS": ("--allowed-origins", "*"),
-    "SAMPLED": ("--temperature", "0.7"),
-    "MODEL": (str(TINY_MOE),),
-    "HEAD": (str(HEAD),),
-}
-"""What words of the table stand for."""
-
-
 def _case(fields: Mapping[str, Any]) -> Case:
     found = dict(fields)
     for name in {"words", "beside", "without"} & found.keys():
         told = found[name]
-        words = told if isinstance(told, list) else str(told).split()
-        found[name] = tuple(each for word in words for each in WORDS.get(word, (word,)))
+        found[name] = tuple(told if isinstance(told, list) else words_of(str(told))[0])
     return Case(**found)
 
 
