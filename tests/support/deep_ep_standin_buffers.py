@@ -1,4 +1,4 @@
-"""Parts of `deep_ep_standin`: DeepEP 2's `ElasticBuffer`, whose rows come with or without a count; low latency; NVSHMEM."""
+"""Of `deep_ep_standin`: DeepEP 2's `ElasticBuffer`, whose rows come with or without a count; low latency; NVSHMEM."""
 
 from __future__ import annotations
 
