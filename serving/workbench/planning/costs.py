@@ -19,8 +19,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from serving.workbench.planning.constants import Gpu, Hardware, Kernels, Link, load_constants
-from serving.workbench.planning.shapes import Mode, ModelShape, Workload
+from serving.workbench.planning.constants import (
+    Gpu,
+    Hardware,
+    Kernels,
+    Link,
+    Mode,
+    ModelShape,
+    Workload,
+    load_constants,
+)
 from ubatch.errors import ConfigError
 from ubatch.schedules import LayerTimes
 

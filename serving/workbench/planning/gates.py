@@ -25,10 +25,17 @@ import numpy.typing as npt
 
 from moe import ExpertPlacement
 from moe.balance import PARTS, Floats, mean_balancedness, plan_placement
-from serving.workbench.planning.constants import PublishedBalance, PublishedGains, load_constants
+from serving.workbench.planning.constants import (
+    Mode,
+    ModelShape,
+    PublishedBalance,
+    PublishedGains,
+    Workload,
+    load_constants,
+    read_model,
+)
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.plan import plain_step, predict_step
-from serving.workbench.planning.shapes import Mode, ModelShape, Workload, read_model
 from ubatch import SCHEDULES, Schedule
 from ubatch.schedules import SERIAL
 

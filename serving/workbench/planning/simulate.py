@@ -24,7 +24,7 @@ from serving.hub import find_checkpoint, looks_like_name
 from serving.workbench.bench.options import FileOptions
 from serving.workbench.bench.provenance import provenance_of
 from serving.workbench.bench.statistics import write_json
-from serving.workbench.planning.constants import load_constants
+from serving.workbench.planning.constants import Mode, ModelShape, Workload, load_constants, read_model
 from serving.workbench.planning.gates import (
     NAME_WIDTH,
     Gate,
@@ -34,7 +34,6 @@ from serving.workbench.planning.gates import (
     published_gates,
 )
 from serving.workbench.planning.plan import Plan, make_plan
-from serving.workbench.planning.shapes import Mode, ModelShape, Workload, read_model
 from ubatch.errors import ConfigError
 
 _COMPARES = ("gates", "measured", "live")

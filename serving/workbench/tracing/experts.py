@@ -28,6 +28,8 @@ from ubatch import ConfigError
 from ubatch.trace import RankTrace
 
 _WIDTH, _LEFT, _MAP, _RANKS, _GAP, _EVEN, _HEAD, _FOOT = 1440, 60, 940, 210, 22, 120, 46, 40
+_RANKS_X = _LEFT + _MAP + _GAP
+_EVEN_X = _RANKS_X + _RANKS + _GAP
 _LEVELS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Bounds of the map's shades, in multiples of a slot's mean load."""
 _SHADES = (0.03, 0.08, 0.14, 0.21, 0.29, 0.38, 0.48, 0.62, 0.8, 1.0)
@@ -80,14 +82,10 @@ class RecordedLoads:
         even = f"balancedness (mean / max over ranks) {of_layers.min():.2f} in layer {of_layers.argmin()}, the worst"
         return f"{held}; {even}, {of_layers.mean():.2f} on average"
 
-    def picture(self) -> str:
-        """All of it, as SVG."""
-        return draw_balance(self.whole, self.placement)
-
     def section(self) -> str:
         """HTML for `ubatch.write_html`."""
         parts = [f'<div class="bar"><b>Load of the experts</b><span>{html.escape(self.sentence)}.</span></div>']
-        parts.append(self.picture())
+        parts.append(draw_balance(self.whole, self.placement))
         if len(self.steps) > 1:
             course = self.placement.balancedness(self.steps)
             parts.append(draw_course({"worst": course.min(axis=1), "mean": course.mean(axis=1)}))
@@ -165,8 +163,8 @@ def draw_balance(loads: Floats | Ints, placement: ExpertPlacement) -> str:
     bottom = _HEAD + layers * row
     parts = [
         _text(_LEFT, 14, f"{slots} slots" if slots != placement.num_experts else f"{slots} experts", "word"),
-        _text(_ranks_x(), 14, "tokens of each rank", "word"),
-        _text(_even_x(), 14, "balancedness", "word"),
+        _text(_RANKS_X, 14, "tokens of each rank", "word"),
+        _text(_EVEN_X, 14, "balancedness", "word"),
         _text(0, _HEAD - 8, "layer"),
         *_rank_names(num_ranks),
         *_cells(relative, held, row, cell),
@@ -177,10 +175,10 @@ def draw_balance(loads: Floats | Ints, placement: ExpertPlacement) -> str:
         if layer % every == 0:
             parts.append(_text(_LEFT - 8, top + row / 2 + 4, str(layer), end=True))
         parts += _rank_bars(ranks[layer], top, row)
-        parts.append(_rect(_even_x(), top + 1, _EVEN, row - 2, "track"))
-        parts.append(_rect(_even_x(), top + 1, _EVEN * even[layer], row - 2, "even"))
+        parts.append(_rect(_EVEN_X, top + 1, _EVEN, row - 2, "track"))
+        parts.append(_rect(_EVEN_X, top + 1, _EVEN * even[layer], row - 2, "even"))
         if layer % every == 0:
-            parts.append(_text(_even_x() + _EVEN + 8, top + row / 2 + 4, f"{even[layer]:.2f}"))
+            parts.append(_text(_EVEN_X + _EVEN + 8, top + row / 2 + 4, f"{even[layer]:.2f}"))
     for rank in range(1, num_ranks):
         at = _LEFT + _MAP * rank / num_ranks
         parts.append(f'<path class="edge" d="M{at:.1f} {_HEAD - 4}V{bottom:.1f}"/>')
@@ -219,14 +217,6 @@ def as_document(svg: str) -> str:
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background: #ffffff" ', 1)
 
 
-def _ranks_x() -> float:
-    return _LEFT + _MAP + _GAP
-
-
-def _even_x() -> float:
-    return _ranks_x() + _RANKS + _GAP
-
-
 def _rank_names(num_ranks: int) -> Iterator[str]:
     for rank in range(num_ranks) if num_ranks <= _MOST_NAMES else ():
         middle = (rank + 0.5) / num_ranks
@@ -252,12 +242,12 @@ def _cells(relative: Floats, held: np.ndarray, row: float, cell: float) -> Itera
 
 def _rank_bars(tokens: Floats, top: float, row: float) -> Iterator[str]:
     most, wide = float(tokens.max()), _RANKS / len(tokens)
-    yield _rect(_ranks_x(), top + 1, _RANKS, row - 2, "track")
+    yield _rect(_RANKS_X, top + 1, _RANKS, row - 2, "track")
     for rank, count in enumerate(tokens.tolist() if most else ()):
         high = (row - 2) * count / most
         space = min(2.0, wide / 5)
         kind = "hot" if count == most and count > tokens.mean() else "rank"
-        yield _rect(_ranks_x() + rank * wide + space / 2, top + row - 1 - high, wide - space, high, kind)
+        yield _rect(_RANKS_X + rank * wide + space / 2, top + row - 1 - high, wide - space, high, kind)
 
 
 def _told(layer: int, tokens: np.ndarray, ranks: Floats, even: float) -> str:

@@ -22,10 +22,9 @@ from moe import ExpertPlacement
 from moe.balance import arrivals, mean_balancedness, plan_placement, write_loads
 from serving.cli import main
 from serving.workbench import planning
-from serving.workbench.planning.constants import GemmKernel, load_constants
+from serving.workbench.planning.constants import GemmKernel, Mode, ModelShape, Workload, load_constants, read_model
 from serving.workbench.planning.costs import KernelTimes, LayerCosts, Transfers, expected_destinations, interpolated
 from serving.workbench.planning.plan import lane_program, plain_step, predict_step
-from serving.workbench.planning.shapes import Mode, ModelShape, Workload, read_model
 from ubatch.errors import ConfigError
 from ubatch.schedules.lane_program import layer_program
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule, SharedExpert

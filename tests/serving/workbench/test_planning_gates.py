@@ -20,7 +20,7 @@ from serving.workbench.arms.programs import write_steps
 from serving.workbench.bench.runtime.overlap import Options as Bench
 from serving.workbench.bench.statistics import write_json
 from serving.workbench.planning import simulate
-from serving.workbench.planning.constants import load_constants
+from serving.workbench.planning.constants import Mode, Workload, load_constants, read_model
 from serving.workbench.planning.costs import LayerCosts
 from serving.workbench.planning.gates import (
     RANKS,
@@ -34,7 +34,6 @@ from serving.workbench.planning.gates import (
 )
 from serving.workbench.planning.measured import gates_of_results, live_gates, over_link
 from serving.workbench.planning.plan import make_plan, predict_step
-from serving.workbench.planning.shapes import Mode, Workload, read_model
 from serving.workbench.planning.simulate import skews_of_files
 from ubatch.errors import ConfigError
 from ubatch.schedules import simulator
