@@ -50,7 +50,11 @@ def write_rank(path: Path, rank: int, steps: int = 6) -> Path:
         end = start + (0.4 if split else 0.5)
         reason = None if split else "peer_declined"
         notes.append(StepNote(step, "decode", 64, "s", 1 + split, 1, reason, None if split else 7, start, end))
-    write_chrome(path, {rank: spans}, notes={rank: notes})
+    return write_ranks(path, [RankTrace(rank, tuple(spans), tuple(notes), Clock("here", 0.0))])
+
+
+def write_ranks(path: Path, ranks: Sequence[RankTrace]) -> Path:
+    write_chrome(path, {rank.rank: rank.spans for rank in ranks}, notes={rank.rank: rank.notes for rank in ranks})
     return path
 
 
@@ -338,19 +342,13 @@ def test_the_arms_are_a_link_a_serial_run_and_the_run(
 
     arms.clear()
     words = ["--emulated-link", "1", "2", "--serial", str(tmp_path / "serial.json"), "--out", str(tmp_path / "out")]
-    write_chrome(
-        tmp_path / "serial.json",
-        {rank.rank: rank.spans for rank in recorded(32, overlapped=False, seconds=1.0)},
-        notes={rank.rank: rank.notes for rank in recorded(32, overlapped=False, seconds=1.0)},
-    )
+    write_ranks(tmp_path / "serial.json", recorded(32, overlapped=False, seconds=1.0))
     assert main(["trace", TINY, "--prompt", "a", *words]) == 0
     assert arms == [(True, (1.0, 2.0), 64, 64, 1)], "the serial steps are there already"
     assert "problem: decode steps lose 100% at every size seen" in capsys.readouterr().out
 
 
 def test_a_serial_trace_without_serial_steps_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = recorded(32, overlapped=True, seconds=1.0)
-    file = tmp_path / "trace.json"
-    write_chrome(file, {rank.rank: rank.spans for rank in ranks}, notes={rank.rank: rank.notes for rank in ranks})
+    file = write_ranks(tmp_path / "trace.json", recorded(32, overlapped=True, seconds=1.0))
     assert main(["trace", "--files", str(file), "--serial", str(file), "--out", str(tmp_path / "out")]) == 2
     assert "it has no step without overlap. Record it without --enable-dbo." in capsys.readouterr().err
