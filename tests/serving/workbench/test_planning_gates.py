@@ -44,6 +44,7 @@ pytestmark = pytest.mark.long
 
 MODEL = read_model("deepseek-v3")
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
 PLANNER = "serving.workbench.planning.gates.plan_placement"
 
 
@@ -66,14 +67,13 @@ def test_published_gains_are_met(published: list[Gate]) -> None:
 
 def test_the_document_has_the_predicted_gains(published: list[Gate]) -> None:
     """Row by row, of all gates; where they differ, put these in."""
-    text = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
     of_prefill, gates = [], []
     for gate in published:
         value = f"{gate.predicted:.0f} tokens" if gate.unit == "tokens" else f"{gate.predicted:+.1%}"
         off = f"{gate.distance * 100:.1f}".replace("0.0", "0") + ("" if gate.passed else " (missed)")
         (of_prefill if gate.name.startswith("prefill") else gates).append((value, off))
     gates.insert(0, (" / ".join(value for value, _ in of_prefill), " / ".join(off for _, off in of_prefill)))
-    shown = re.findall(r"^\| (?:prefill|decode|verify), .*? \| (.*?) \| .*? \| (.*?) \|$", text, re.MULTILINE)
+    shown = re.findall(r"^\| (?:prefill|decode|verify), .*? \| (.*?) \| .*? \| (.*?) \|$", PAGE, re.MULTILINE)
     assert shown == gates
 
 
@@ -95,8 +95,7 @@ def test_published_gains_of_balance_are_met() -> None:
     gates = balancing_gates()
     assert [str(gate) for gate in gates if not gate.passed] == []
     assert sum("fitted" not in gate.name for gate in gates) == 2
-    text = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^\| ((?:SGLang|ATOM) .*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    shown = re.findall(r"^\| ((?:SGLang|ATOM) .*?) \| (.*?) \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
     expected = [(g.name, f"{g.predicted:+.1%}", g.observed, f"{g.distance * 100:.1f}%") for g in gates]
     assert shown == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)
 
@@ -148,8 +147,7 @@ def test_measured_overlap_is_met(name: str) -> None:
     gates = gates_of_results(RESULTS / name)
     assert len(gates) >= 3
     assert sum(gate.passed for gate in gates) >= len(gates) - 1
-    text = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(rf"^\| `{name}` .* \| (.*?) \|$", text, re.MULTILINE)
+    (shown,) = re.findall(rf"^\| `{name}` .* \| (.*?) \|$", PAGE, re.MULTILINE)
     assert shown == ", ".join(f"{gate.distance * 100:.1f}{'' if gate.passed else ' (missed)'}" for gate in gates)
 
 
