@@ -1,6 +1,6 @@
 """The GPU benchmarks: `make bench-gpu`, or `python -m serving.workbench.gpu`.
 
-    checks      the tests that need a GPU, in sections too: `make test-gpu`; `pytest_lines` writes each test's result
+    checks      the tests that need a GPU, in sections too: `make test-gpu`; as pytest's plugin it writes each result
     parts       chooses sections, the most important ones first
     report      figures with their goals, tables, JSON, markdown
     bench       shared by the sections: the device, timing on it, its ceilings, the time budget
