@@ -73,6 +73,24 @@ class Grid:
             if smallest[mode] <= 1 << power <= largest[mode]
         ]
 
+    def shapes(self, cell: Cell) -> list[tuple[int, int, int]]:
+        """For each request of a cell: tokens in the cache, tokens to run, and drafts."""
+        if cell.mode == "decode":
+            return [(self.context, 1, 0)] * cell.tokens
+        if cell.mode == "verify":
+            return [(self.context, 1, self.drafts)] * (cell.tokens // (self.drafts + 1))
+        length = min(self.prompt_len, max(1, cell.tokens // 2))
+        whole, rest = divmod(cell.tokens, length)
+        return [(0, length, 0)] * whole + ([(0, rest, 0)] if rest else [])
+
+    def requests_needed(self) -> int:
+        """Requests of the cell with the most requests."""
+        return max(len(self.shapes(cell)) for cell in self.cells())
+
+    def kv_blocks_needed(self, block_size: int) -> int:
+        """KV blocks per rank of the largest cell."""
+        return max(sum(-(-sum(shape) // block_size) for shape in self.shapes(cell)) for cell in self.cells())
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -125,7 +143,7 @@ def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterat
     generator = torch.Generator().manual_seed(seed)
     shares: list[ScheduledRequest] = []
     try:
-        for index, (cached, length, drafts) in enumerate(request_shapes(cell, grid)):
+        for index, (cached, length, drafts) in enumerate(grid.shapes(cell)):
             size = cached + length + drafts
             tokens = torch.randint(0, runner.config.vocab_size, (size,), generator=generator).tolist()
             request = Request(index, tokens[: cached + length], SamplingParams(max_tokens=1))
@@ -150,28 +168,6 @@ def scattered_metadata(
     mode = ForwardMode.DECODE if query_len == 1 else ForwardMode.PREFILL
     lengths = ([query_len] * requests, [seq_len] * requests)
     return CommonAttentionMetadata.build(*lengths, table.to(device), slots.to(device), mode)
-
-
-def kv_blocks_needed(grid: Grid, block_size: int) -> int:
-    """KV blocks per rank of the largest cell of a grid."""
-    shapes = (request_shapes(cell, grid) for cell in grid.cells())
-    return max(sum(-(-sum(shape) // block_size) for shape in of_cell) for of_cell in shapes)
-
-
-def requests_needed(grid: Grid) -> int:
-    """Requests of the cell with the most requests."""
-    return max(len(request_shapes(cell, grid)) for cell in grid.cells())
-
-
-def request_shapes(cell: Cell, grid: Grid) -> list[tuple[int, int, int]]:
-    """For each request: tokens in the cache, tokens to run, and drafts."""
-    if cell.mode == "decode":
-        return [(grid.context, 1, 0)] * cell.tokens
-    if cell.mode == "verify":
-        return [(grid.context, 1, grid.drafts)] * (cell.tokens // (grid.drafts + 1))
-    length = min(grid.prompt_len, max(1, cell.tokens // 2))
-    whole, rest = divmod(cell.tokens, length)
-    return [(0, length, 0)] * whole + ([(0, rest, 0)] if rest else [])
 
 
 # -- step times --------------------------------------------------------------------------------------------------------

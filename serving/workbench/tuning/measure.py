@@ -43,7 +43,7 @@ from serving.engine.wire.messages import Alive, Finished, Ready, Shutdown
 from serving.engine.wire.rendezvous import Place, Run, init_ranks
 from serving.processes import check_parent
 from serving.progress import progress
-from serving.workbench.arms.cells import SERIAL_ARM, Arm, Cell, Grid, kv_blocks_needed, library_arms, make_batch
+from serving.workbench.arms.cells import SERIAL_ARM, Arm, Cell, Grid, library_arms, make_batch
 from serving.workbench.arms.programs import gather_texts
 from serving.workbench.arms.stages import ArmSteps, NoStageTimes, best_schedules
 from ubatch import CommGroup, ConfigError
@@ -281,7 +281,7 @@ def _measure(
             init_ranks(run, rank, options)
             with taking_long("starting"):  # ranks load and compile at different speeds
                 group = CommGroup.from_process_group(timeout_s=options.dbo.timeout_s)
-                num_blocks = kv_blocks_needed(plan.grid, options.block_size)
+                num_blocks = plan.grid.kv_blocks_needed(options.block_size)
                 made = make_runner(options, group, device_index=local_rank, num_kv_blocks=num_blocks)
                 runner = held.enter_context(made)
         if options.device == "cpu":

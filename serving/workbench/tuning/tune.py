@@ -38,7 +38,7 @@ from serving.options import (
 )
 from serving.options.flags.commands import Measurement
 from serving.ranks import terminated_as_exit
-from serving.workbench.arms.cells import Grid, requests_needed
+from serving.workbench.arms.cells import Grid
 from serving.workbench.bench.statistics import environment
 from serving.workbench.tuning.measure import Measured, Plan, State, load_state, state_file, tune_rank
 from serving.workbench.tuning.report import Result, can_draw_png, make_result, write_html, write_png
@@ -92,7 +92,7 @@ def _derive_device(s: Settings, gpus: int) -> Settings:
 def _engine(s: Settings) -> EngineOptions:
     """The options of the ranks. All that determines what they do must be in them: the machines compare these."""
     grid, engine = _grid(s), to_engine_options(s)
-    most = requests_needed(grid)
+    most = grid.requests_needed()
     scheduler = replace(engine.scheduler, max_num_seqs=most, max_num_batched_tokens=max(grid.max_prefill_tokens, most))
     job = {name: s[name] for name in Measurement.model_fields if name != "data_parallel_size"}
     return replace(engine, dbo=UBatchConfig(timeout_s=_TIMEOUT_S), scheduler=scheduler, job=job)
