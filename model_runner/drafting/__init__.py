@@ -3,9 +3,8 @@
 network     the networks, and loading them
 runner      a draft network's own KV cache, and the batches that it runs
 graphs      those batches as CUDA graphs
-tree        trees of drafts, grown at the likeliest tokens
 sampling    batches and chains of drafts, and random drafts for rejection sampling
-proposer    the proposer around a draft network
+proposer    the proposer around a draft network, and trees of drafts, grown at the likeliest tokens
 """
 
 from model_runner.drafting.network import DraftNetwork, load_draft

@@ -25,7 +25,7 @@ from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
 from model_runner.models.mtp import MTPLayer
 from model_runner.models.registry import read_model
-from model_runner.parallel.transport import make_transport
+from model_runner.parallel.expert_parallel import make_transport
 from model_runner.weights.dummy_weights import open_checkpoint
 from model_runner.weights.fp8 import log_projections
 from model_runner.weights.weights import Checkpoint

@@ -1,9 +1,8 @@
 """Model families, and the registry that finds one for a checkpoint.
 
 registry               finds the class for an architecture
-llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, qwen3_5_moe, olmoe, gpt_oss, glm4_moe,
-mimo_v2_flash, granite, deepseek_v2, deepseek_v3
-                       one family each: how to read its `config.json`
+llama (and Granite), mistral (and Mixtral), qwen, qwen_hybrid, olmoe, gpt_oss, glm4_moe, mimo_v2_flash, deepseek
+                       families that share entries of their `config.json`: how to read it
 eagle                  an EAGLE-style draft head
 mtp                    the multi-token-prediction layer of DeepSeek, GLM-4.5 and Qwen3-Next, as a draft head
 

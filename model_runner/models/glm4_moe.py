@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.rope import read_rope
-from model_runner.models.deepseek_v2 import read_shared_moe
-from model_runner.models.deepseek_v3 import read_sigmoid_router
+from model_runner.models.deepseek import read_shared_moe, read_sigmoid_router
 from model_runner.models.mtp import LayersBehind
 from model_runner.weights.hf_config import HFConfig
 

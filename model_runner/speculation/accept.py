@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.sampling.penalties import SamplingRow
+from model_runner.sampling.rows import SamplingRow
 from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions, fall
 from model_runner.step.request import ScheduledRequest
 from ubatch.streams import to_device
@@ -115,7 +115,7 @@ def sample_by_rejection(
     Args:
         logits: `[S, vocab]`, of all rows of the step.
         requests: at least one; all have equally many drafts.
-        masks: of rows with a grammar, see `model_runner.sampling.penalties.adjust_logits`.
+        masks: of rows with a grammar, see `model_runner.sampling.rows.adjust_logits`.
 
     Returns:
         The indices of their rows, and a token for each, both `[len(requests) * (D + 1)]` int64; `OUT_OF_TOKENS` if the

@@ -3,7 +3,7 @@
     fp8                  DeepSeek-V3, Kimi-K2, Qwen3's -FP8: a scale per block, `w.weight_scale_inv`; without a block
                          size one per tensor, of either name
     compressed-tensors   format float-quantized: a scale per tensor, per channel (row) or per block, `w.weight_scale`
-    mxfp4                gpt-oss's experts: `w_blocks` and `w_scales`, see `model_runner.weights.mxfp4`
+    mxfp4                gpt-oss's experts: `w_blocks` and `w_scales`, see `model_runner.weights.scaled`
 
 The file says which tensors are quantised, by their dtype: published lists of modules that are not are incomplete, and
 match in several ways. The list counts where nothing is stored (`load_format dummy`). Scales of activations are not

@@ -33,9 +33,8 @@ from torch import Tensor
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
 from model_runner.weights.files import SINGLE_FILE, indexed_files, read_json
 from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.mxfp4 import MXFP4Blocks
 from model_runner.weights.quantization import MXFP4, WeightQuantization, read_quantization
-from model_runner.weights.scaled import FP8, ScaledBlocks
+from model_runner.weights.scaled import FP8, MXFP4Blocks, ScaledBlocks
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
 from ubatch.streams import StreamBackend
 

@@ -21,7 +21,7 @@ from speculating import chain
 from attention import CommonAttentionMetadata
 from model_runner import Draft, ModelRunner, SamplingParams, ScheduledRequest, Step, build_input_batch
 from model_runner.graphs.steps import place_in_torch
-from model_runner.kernels.place import place_lane
+from model_runner.kernels.tokens import place_lane
 from tests.support.shaped_steps import decided_step, shaped_step
 from ubatch import ConfigError, Decision, DeclineReason, ForwardMode, Offer, Wish, decide, split_fixed
 

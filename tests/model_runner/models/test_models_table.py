@@ -23,10 +23,10 @@ from model_runner import Checkpoint, CheckpointError, ModelConfig, check_tensor_
 from model_runner.decoder import sparse_mlp
 from model_runner.decoder.base import ExpertParallel
 from model_runner.decoder.layers import Projection
-from model_runner.graphs.mode import _obstacle
+from model_runner.graphs.runner_graphs import _obstacle
 from model_runner.models import DecoderLM
 from model_runner.models.registry import read_model
-from model_runner.parallel.transport import make_transport
+from model_runner.parallel.expert_parallel import make_transport
 from model_runner.settings import refuse_trees
 from model_runner.weights.quantization import read_quantization
 from moe.experts import registry

@@ -44,8 +44,7 @@ from model_runner.parallel.tensor_parallel import (
     valid_rows,
 )
 from model_runner.step.batch import build_input_batch
-from model_runner.step.context import plan_step
-from model_runner.step.dp import check_same_requests, content_of, coordinate_batch_across_dp
+from model_runner.step.dp import check_same_requests, content_of, coordinate_batch_across_dp, plan_step
 from model_runner.weights.weights import Part
 from serving.cli import main
 from serving.workbench.arms.stages import layer_times

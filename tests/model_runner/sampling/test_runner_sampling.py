@@ -26,8 +26,7 @@ from model_runner import (
     generate,
     sample,
 )
-from model_runner.sampling.draws import uniform
-from model_runner.sampling.penalties import adjust_logits
+from model_runner.sampling.rows import adjust_logits, uniform
 from ubatch import UBatchConfig
 
 VOCAB = 13

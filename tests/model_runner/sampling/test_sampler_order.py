@@ -14,7 +14,7 @@ from sampling_definition import by_definition
 from torch import Tensor
 
 from model_runner import RequestError, SamplingParams, SamplingRow, sample
-from model_runner.sampling.penalties import adjust_logits
+from model_runner.sampling.rows import adjust_logits
 from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions
 
 VOCAB = 40

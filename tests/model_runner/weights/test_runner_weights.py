@@ -93,7 +93,7 @@ def test_registering_models() -> None:
         register_model("Qwen3MoeForCausalLM", "my.models:Qwen")
     with pytest.raises(ConfigError, match="form"):
         register_model("Mine", "my.models.Mine")
-    register_model("Qwen3MoeForCausalLM", "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM")
+    register_model("Qwen3MoeForCausalLM", "model_runner.models.qwen:Qwen3MoeForCausalLM")
 
 
 def remove(name: str) -> Callable[[Path], None]:

@@ -2,7 +2,11 @@
 
 The first `first_k_dense_replace` layers are dense. V2-Lite does not compress its queries and does not limit groups.
 
-Source: DeepSeek-V2 (2024) and the `DeepseekV2ForCausalLM` checkpoints on the Hugging Face hub.
+DeepSeek-V3 (and R1): DeepSeek-V2 with a sigmoid router whose bias balances the experts' load. The
+multi-token-prediction layer after the last decoder layer is not loaded here (see `model_runner.models.mtp`).
+
+Source: DeepSeek-V2, DeepSeek-V3 (2024) and the `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM` checkpoints on the
+Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ from attention import MLAShape
 from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_num_experts, read_top_k
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope, read_rope
+from model_runner.models.mtp import LayersBehind
 from model_runner.weights.hf_config import HFConfig
-from moe import GroupLimitedRouter, Router
+from moe import GroupLimitedRouter, Router, SigmoidTopKRouter
 
 
 class DeepseekV2ForCausalLM(DecoderLM):
-    """The model. See `CausalLM`."""
+    """DeepSeek-V2. See `CausalLM`."""
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
@@ -81,3 +86,22 @@ def _read_latent(config: HFConfig, rope: Rope) -> MLAShape:
     if rotated % 2:
         raise config.wrong("qk_rope_head_dim", rotated, "an even number, for rotary embeddings")
     return MLAShape(heads, rank, nope, rotated, values, scale=(nope + rotated) ** -0.5 * rope.softmax_factor)
+
+
+class DeepseekV3ForCausalLM(LayersBehind):
+    """DeepSeek-V3. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        for name, known in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+            if config.values.get(name, known) != known:
+                raise config.wrong(name, config.values[name], repr(known))
+        router = read_sigmoid_router(config, config.number("routed_scaling_factor"))
+        return read_deepseek(config, generation, router, rope_interleaved=config.flag("rope_interleave", True))
+
+
+def read_sigmoid_router(config: HFConfig, scale: float) -> SigmoidTopKRouter:
+    """The router of a family, whose weights are multiplied by `scale`; errors as `read_groups`."""
+    renormalize = config.flag("norm_topk_prob", True)
+    return SigmoidTopKRouter(read_top_k(config), *read_groups(config), renormalize=renormalize, scale=scale)
