@@ -38,9 +38,8 @@ import torch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata
-from model_runner.drafting.network import DraftNetwork
+from model_runner.drafting.network import DraftBatch, DraftNetwork
 from model_runner.drafting.runner import DraftRunner, draft_extend_batch
-from model_runner.drafting.sampling import DraftBatch
 from model_runner.errors import RequestError
 from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.settings import DraftShape, most_nodes

@@ -43,8 +43,7 @@ from attention import (
     make_kv_cache,
 )
 from model_runner.drafting.graphs import DraftGraphs, can_capture
-from model_runner.drafting.network import DraftNetwork
-from model_runner.drafting.sampling import DraftBatch, DraftDraws, draft_chain
+from model_runner.drafting.network import DraftBatch, DraftDraws, DraftNetwork, draft_chain
 from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.settings import DraftShape
 from model_runner.step.request import Request

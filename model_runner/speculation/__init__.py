@@ -3,7 +3,7 @@
 proposer    the interface of all proposers, and drafts by prompt lookup
 accept      acceptance of drafts: by match, or by rejection sampling
 
-Draft networks are in `model_runner.drafting`; trees of drafts in `model_runner.step.draft_trees`.
+Draft networks are in `model_runner.drafting`; trees of drafts in `model_runner.step.batch`.
 """
 
 from model_runner.speculation.accept import Acceptance

@@ -2,8 +2,7 @@
 
 request           a request during generation, its share of one step, its row of the block table and its blocks
 step              what travels from the scheduler to the lanes, and who fills it
-batch             shares, flattened into one batch
-draft_trees       drafts in a batch: chains and trees
+batch             shares, flattened into one batch; the drafts in it: chains and trees
 graph_sizes       which steps are captured, and which graph a step is padded to
 dp                the vote with the other ranks, this rank's lanes, their attention plans and forward contexts
 streams           the streams of a step, and their order

@@ -31,7 +31,7 @@ from model_runner import ModelRunner
 from model_runner.drafting import load_draft
 from model_runner.drafting.proposer import select_nodes
 from model_runner.settings import most_nodes
-from model_runner.step.draft_trees import check_parents, path_to
+from model_runner.step.batch import check_parents, path_to
 
 pytestmark = pytest.mark.long
 

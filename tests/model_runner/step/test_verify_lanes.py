@@ -13,7 +13,7 @@ from attention_batches import Batch, make_batch
 from torch import Tensor
 
 from attention import CommonAttentionMetadata, SpecVerifyInput, UBatchAttention, split_attn_metadata
-from model_runner.step.draft_trees import DraftTrees, chain_of_drafts
+from model_runner.step.batch import DraftTrees, chain_of_drafts
 from ubatch import UBatchSlice, split_fixed
 
 pytestmark = pytest.mark.long
