@@ -8,8 +8,8 @@ Every rank runs the draft network by itself: it holds all its experts, uses the 
 collective. So ranks may draft at different times, or not at all.
 
 Each draft of a chain is chosen from the network's logits, and run to get the next logits (`draft_chain`). A draft is
-the most likely token, or drawn at random for rejection sampling: a drawn draft is accepted more often, and the check needs
-the distribution it was drawn from. A greedy request's drafts are never drawn.
+the most likely token, or drawn at random for rejection sampling: a drawn draft is accepted more often, and the check
+needs the distribution it was drawn from. A greedy request's drafts are never drawn.
 """
 
 from __future__ import annotations
