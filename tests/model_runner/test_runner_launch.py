@@ -13,10 +13,10 @@ import pytest
 import torch
 from checkpoints import checkpoint_fixture, make_checkpoint, make_qwen3_moe_checkpoint, with_tensors
 from dense_checkpoint import make_small
-from launched_ahead import Ahead
 from model_checks import PROMPTS as CHECKED
 from model_checks import admitted, all_logits
 from repository import MODELS, TINY_MOE
+from request_steps import Ahead
 from torch import Tensor
 
 from attention import PagedKVCache

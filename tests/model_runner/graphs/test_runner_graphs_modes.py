@@ -13,8 +13,7 @@ import torch
 from checkpoints import checkpoint_fixture
 from hypothesis import given
 from hypothesis import strategies as st
-from launched_ahead import Ahead
-from request_steps import step, verify
+from request_steps import Ahead, step, verify
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
 from speculating import chain
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import checkpoint_fixture, make_checkpoint, make_qwen3_moe_checkpoint, with_tensors
+from checkpoints import (
+    APART,
+    LAYERS,
+    checkpoint_fixture,
+    make_checkpoint,
+    make_mtp_checkpoint,
+    make_qwen3_moe_checkpoint,
+    with_tensors,
+)
 from draft_cases import (
     PROMPTS,
     TINY_HEAD,
@@ -28,7 +36,6 @@ from draft_cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from mtp_checkpoint import APART, LAYERS, make_mtp_checkpoint
 from request_steps import admitted, prefill, step, verify
 from run_examples import run_example
 from safetensors.torch import load_file, save_file
