@@ -18,7 +18,6 @@ import pytest
 import torch
 from checkpoints import checkpoint_fixture
 from numpy.typing import NDArray
-from sampling_definition import by_definition
 from torch import Tensor
 
 from model_runner import (
@@ -288,3 +287,49 @@ def test_a_bias_is_penalised_and_made_into_tensors_once() -> None:
     expected = [[0, 0, 0, 4.0, 0, 1.0], [0, 0, 0, 8.0, 0, -torch.inf]]
     assert adjust_logits(torch.zeros(2, 6), rows).tolist() == expected
     assert params.bias_tensors is params.bias_tensors
+
+
+def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def by_definition(logits: NDArray[np.float64], row: SamplingRow) -> NDArray[np.float64]:
+    """What one row is drawn from: `[vocab]`, sums to 1."""
+    params, logits = row.params, logits.copy()
+    # allowed tokens, bad words: each is compared with the end of the output
+    if params.allowed_token_ids is not None:
+        allowed = set(params.allowed_token_ids)
+        logits[[token for token in range(len(logits)) if token not in allowed]] = -np.inf
+    for *before, last in params.bad_token_sequences:
+        if list(row.output)[len(row.output) - len(before) :] == before and len(before) <= len(row.output):
+            logits[last] = -np.inf
+    # min tokens, bias
+    logits[list(row.forbidden)] = -np.inf
+    if np.isneginf(logits).all():
+        return np.full(len(logits), np.nan)
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    # penalties
+    said = Counter(row.output)
+    for token in {*said, *row.prompt.tolist()}:
+        logits[token] *= params.repetition_penalty if logits[token] <= 0 else 1 / params.repetition_penalty
+    for token, count in said.items():
+        logits[token] -= params.frequency_penalty * count
+        logits[token] -= params.presence_penalty
+    if params.temperature < 1e-5:
+        return (np.arange(len(logits)) == logits.argmax()).astype(np.float64)
+    # temperature, min-p
+    logits /= params.temperature
+    probabilities = softmax(logits)
+    logits[probabilities < params.min_p * probabilities.max()] = -np.inf
+    # top-k
+    if 0 < params.top_k < len(logits):
+        logits[logits < np.sort(logits)[-params.top_k]] = -np.inf
+    # top-p: the least likely ones that together have no more than 1 - top_p go, but for the last
+    order = logits.argsort()
+    cut = softmax(logits)[order].cumsum() <= 1 - params.top_p
+    cut[-1] = False
+    if params.top_p < 1:
+        logits[order[cut]] = -np.inf
+    return softmax(logits)

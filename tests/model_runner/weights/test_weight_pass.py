@@ -36,7 +36,6 @@ from model_runner import (
 )
 from model_runner.drafting.network import load_draft
 from model_runner.weights import weight_pass as module
-from model_runner.weights import weights as weights_module
 from model_runner.weights.scaled import MXFP4Blocks
 from model_runner.weights.weight_pass import PINNED_BYTES, Wanted, WeightPass
 from model_runner.weights.weights import Part
@@ -52,27 +51,16 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Mapped:
-    """A file of a checkpoint; tells of every tensor that it gives."""
-
-    def __init__(self, handle: Any, file: str, tell: Callable[[str, Tensor], None]) -> None:
-        self._handle, self._file, self._tell = handle, file, tell
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
-
-    def get_tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._handle.get_tensor(name)
-        self._tell(self._file, tensor)
-        return tensor
-
-
 def tell_of_files(monkeypatch: pytest.MonkeyPatch, tell: Callable[[str, Tensor], None]) -> None:
     """Let `tell` know (name of the file, tensor) of all that any checkpoint maps."""
-    real = weights_module.safe_open
-    monkeypatch.setattr(
-        weights_module, "safe_open", lambda path, **options: Mapped(real(path, **options), Path(path).name, tell)
-    )
+    mapped = Checkpoint._mapped
+
+    def told(checkpoint: Checkpoint, name: str) -> Tensor:
+        tensor = mapped(checkpoint, name)
+        tell(checkpoint._file_of[name], tensor)
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "_mapped", told)
 
 
 # ------------------------------------------------------------------------------------------------------ to a device
