@@ -8,7 +8,6 @@ layers              projections, attention, linear attention with the gated delt
 latent_attention    multi-head latent attention
 sparse_mlp          the mixture of experts
 scatter             distribution of rows over ranks that share attention, and its transfers
-stored              a checkpoint is read whole, or it says what it left; found out without reading it
 decoder             the stack of layers: `DecoderLM`
 """
 

@@ -201,7 +201,7 @@ class CausalLM(nn.Module, ABC):
     def left(cls, config: Any, checkpoint: Checkpoint) -> Mapping[str, str]:
         """Stored tensors that the family does not read, and need not: what they are, and a pattern of whole names.
 
-        All others are refused. What every family may leave is in `model_runner.decoder.stored`.
+        All others are refused. What every family may leave is in `model_runner.models.registry`.
         """
         return {}
 

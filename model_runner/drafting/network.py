@@ -26,11 +26,9 @@ from torch import Tensor, nn
 from model_runner.backend_choice import resolve_experts, resolve_fp8_blocks
 from model_runner.decoder.base import CausalLM, ExpertParallel, ModelConfig
 from model_runner.decoder.decoder import DecoderLM
-from model_runner.decoder.stored import check_built
 from model_runner.graphs.runner_graphs import CapturingRunner
-from model_runner.models.eagle import EAGLE_ARCHITECTURE, EagleHead
-from model_runner.models.mtp import MTPLayer
-from model_runner.models.registry import read_model
+from model_runner.models.draft_heads import EAGLE_ARCHITECTURE, EagleHead, MTPLayer
+from model_runner.models.registry import check_built, read_model
 from model_runner.parallel.expert_parallel import make_transport
 from model_runner.sampling.sampler import fall
 from model_runner.step.request import Request

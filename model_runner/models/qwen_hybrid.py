@@ -1,7 +1,7 @@
 """Qwen3-Next: linear attention in most layers, gated grouped-query attention in the others, and a MoE in every layer.
 
 Layers with linear attention keep a recurrent state per request (`model_runner.decoder.layers`). The
-multi-token-prediction layer in published checkpoints is not loaded here (see `model_runner.models.mtp`).
+multi-token-prediction layer in published checkpoints is not loaded here (see `model_runner.models.draft_heads`).
 
 Qwen3.5-MoE: the text model, which is Qwen3-Next with its projections of linear attention stored apart. Checkpoints of
 the whole model (`Qwen3_5MoeForConditionalGeneration`) can be read; what sees images is left out.
@@ -18,7 +18,7 @@ from typing import Any
 from attention import GatedDeltaShape
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.rope import read_rope
-from model_runner.models.mtp import LayersApart
+from model_runner.models.draft_heads import LayersApart
 from model_runner.models.qwen import read_gated_moe, read_sparse_layers
 from model_runner.weights.hf_config import HFConfig
 from model_runner.weights.weights import Checkpoint

@@ -2,7 +2,7 @@
 
 A config is believed only within bounds that no published model comes near: a size or a factor beyond them is a mistake
 or an attack, and would end in the allocator, or in numbers that are not finite. What files store bounds most sizes
-further (`model_runner.decoder.stored`).
+further (`model_runner.models.registry`).
 """
 
 from __future__ import annotations
