@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ def test_max_model_len(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("settings", "message"),
     [
         ({"gpu_memory_utilization": 0.9}, "runs on 'cpu'; give kv_cache_memory"),
         ({"gpu_memory_utilization": 1.2}, "above 0 and at most 1, not 1.2"),
@@ -233,11 +234,18 @@ def test_max_model_len(checkpoint: Path) -> None:
             "kv_cache_memory and gpu_memory_utilization contra",
         ),
         ({"gpu_memory_utilization": 0.9, "num_kv_blocks": 4}, "num_kv_blocks and gpu_memory_utilization contradict"),
+        ({"num_kv_blocks": 4, "kv_cache_memory": 1 << 20}, "num_kv_blocks and kv_cache_memory contradict each other"),
+        ({"kv_cache_memory": 10}, "hold no block"),
+        ({"num_kv_blocks": 0}, "num_blocks"),
+        ({"num_kv_blocks": 4, "all2all_backend": "torch-dist"}, "did you mean 'torch_dist'"),
+        ({"num_kv_blocks": 4, "attention_backend": "flash"}, "unknown attention back end"),
+        ({"num_kv_blocks": 4, "experts_backend": "group"}, "experts back end"),
+        ({"kv_cache_dtype": "fp9"}, "unknown kv_cache_dtype 'fp9'; did you mean 'fp8'"),
     ],
 )
-def test_sizes_that_cannot_be(checkpoint: Path, sizes: dict[str, float], message: str) -> None:
+def test_settings_that_cannot_be(checkpoint: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelRunner(checkpoint, **sizes)  # type: ignore[arg-type]
+        ModelRunner(checkpoint, **settings)
 
 
 def test_closing_frees_the_cache(checkpoint: Path) -> None:
@@ -338,11 +346,6 @@ def test_fp8_is_near_and_does_not_depend_on_lanes(tmp_path: Path, family: str) -
         assert error.max() > 1e-4  # it is stored in fp8
         assert error.median() < 0.02 * wanted.abs().max()
         torch.testing.assert_close(cut, got, atol=1e-4, rtol=1e-4)
-
-
-def test_an_unknown_kv_cache_dtype_is_refused(scaled: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown kv_cache_dtype 'fp9'; did you mean 'fp8'"):
-        ModelRunner(scaled, kv_cache_dtype="fp9")
 
 
 @pytest.mark.parametrize(

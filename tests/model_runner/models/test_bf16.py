@@ -144,8 +144,7 @@ def test_logits_are_as_near_to_float32_as_those_of_transformers(
 ) -> None:
     """Of prompts in one step, and of decode steps."""
     prefill, decode, transformers = bf16_errors(tmp_path, family, seeds=2, **overrides).pooled()
-    assert 0 < prefill <= transformers
-    assert 0 < decode <= transformers
+    assert 0 < prefill <= transformers >= decode > 0
 
 
 @pytest.mark.wide
@@ -153,8 +152,7 @@ def test_logits_are_as_near_to_float32_as_those_of_transformers(
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "DeepseekV3"])
 def test_so_are_they_where_experts_are_chosen(family: str, tmp_path: Path) -> None:
     prefill, decode, transformers = bf16_errors(tmp_path, family, seeds=2).medians()
-    assert 0 < prefill <= transformers
-    assert 0 < decode <= transformers
+    assert 0 < prefill <= transformers >= decode > 0
 
 
 @pytest.mark.slow

@@ -216,22 +216,6 @@ def test_no_such_folder(tmp_path: Path) -> None:
         ModelRunner(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_kv_blocks": 4, "kv_cache_memory": 1 << 20}, "num_kv_blocks and kv_cache_memory contradict each other"),
-        ({"kv_cache_memory": 10}, "hold no block"),
-        ({"num_kv_blocks": 0}, "num_blocks"),
-        ({"num_kv_blocks": 4, "all2all_backend": "torch-dist"}, "did you mean 'torch_dist'"),
-        ({"num_kv_blocks": 4, "attention_backend": "flash"}, "unknown attention back end"),
-        ({"num_kv_blocks": 4, "experts_backend": "group"}, "experts back end"),
-    ],
-)
-def test_runner_settings_that_cannot_be(single: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ModelRunner(single, **settings)
-
-
 def test_blocks_by_memory(single: Path) -> None:
     with ModelRunner(single, kv_cache_memory=1 << 20, block_size=8) as runner:
         assert runner.kv_cache.num_blocks == (1 << 20) // (2 * 3 * 8 * 2 * 16 * 4)
