@@ -13,7 +13,7 @@ backend_choice    resolves `auto` to an attention back end and an experts back e
 models/           model families, each by what its config says, and the registry
 decoder/          the decoder that all families share
 settings          all settings of a runner, checked once
-speculation/      proposers of draft tokens, and the test that accepts drafts
+speculation       proposers of draft tokens, and the test that accepts drafts
 step/             requests flattened into a batch, the vote of all ranks on it, and its streams
 sampling/         sampling parameters of a request; from logits to tokens
 balance/          moves experts between ranks while steps run

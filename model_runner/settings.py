@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from model_runner.speculation.accept import Acceptance
+from model_runner.speculation import Acceptance
 from model_runner.weights.kept import KeptStart
 from model_runner.weights.weight_pass import Progress
 from moe import EmulatedLink, ExpertPlacement

@@ -29,8 +29,7 @@ from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.pending_step import PendingStep, StepOutput
-from model_runner.speculation.accept import check_acceptance
-from model_runner.speculation.proposer import StepObserver
+from model_runner.speculation import StepObserver, check_acceptance
 from model_runner.step.batch import build_input_batch
 from model_runner.step.dp import content_of, coordinate_batch_across_dp, plan_step
 from model_runner.step.request import ScheduledRequest

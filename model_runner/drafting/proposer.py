@@ -43,7 +43,7 @@ from model_runner.drafting.runner import DraftRunner, draft_extend_batch
 from model_runner.errors import RequestError
 from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.settings import DraftShape, most_nodes
-from model_runner.speculation.proposer import Draft
+from model_runner.speculation import Draft
 from model_runner.step.request import Request
 from model_runner.step.step import Step
 from ubatch import ConfigError, ForwardMode

@@ -20,7 +20,7 @@ from model_runner.decoder.base import CausalLM, ModelConfig
 from model_runner.graphs.steps import CapturedSteps, GraphSetting, GraphSteps
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
 from model_runner.settings import RunnerSettings
-from model_runner.speculation.proposer import StepObserver
+from model_runner.speculation import StepObserver
 from model_runner.step.future_map import FutureMap
 from model_runner.step.graph_sizes import GraphFamily, GraphShape, capture_sizes, graph_families
 from model_runner.step.logprobs import PromptCarry

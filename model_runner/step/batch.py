@@ -7,7 +7,7 @@ The drafts that a verify step runs after each request's last token: a chain or a
     accepted           drafts from the root on, as long as each equals the token of its parent's row
     new tokens         the accepted drafts, and the token of the last accepted one's row: 1 to D + 1
 
-`model_runner.speculation.accept` has the acceptance. After a step the keys and values of accepted drafts are moved to
+`model_runner.speculation` has the acceptance. After a step the keys and values of accepted drafts are moved to
 the slots of their positions: node i was written to position prefix + i. In a chain they are there already.
 
 The layout:

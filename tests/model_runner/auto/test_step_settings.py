@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,20 +49,10 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
     """Nothing waits for them until they are old."""
     log: list[str] = []
 
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            log.append("record")
-
-        def synchronize(self) -> None:
-            log.append("wait")
-
-        def elapsed_time(self, end: Event) -> float:
-            return 3.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    record, synchronize = partial(log.append, "record"), partial(log.append, "wait")
+    event = SimpleNamespace(record=record, synchronize=synchronize, elapsed_time=lambda end: 3.0)
+    made = Mock(return_value=event)
+    monkeypatch.setattr(torch.cuda, "Event", made)
     auto = StepSettings(UBatchConfig(), None, torch.device("cuda"))
     for _ in range(40):
         told = auto.settings(DECODES).told
@@ -69,6 +62,7 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
     for place, what in enumerate(log):
         waits += what == "wait"
         assert log[:place].count("forward") >= waits + 4 or what != "wait"  # the last four may still run
+    assert all(each.kwargs == {"enable_timing": True} for each in made.call_args_list)
     found = auto.policy
     assert 5 <= found.timed == waits <= 36
     assert found.kinds["decode"].sizes[64].seconds.value == pytest.approx(math.log(0.003))

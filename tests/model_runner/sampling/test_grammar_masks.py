@@ -24,7 +24,7 @@ from model_runner.sampling import rows as sampling_rows
 from model_runner.sampling import sampler
 from model_runner.sampling.rows import GrammarRows, StepMasks, fill_masks, forbid_reference
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, distributions
-from model_runner.speculation.accept import DraftRows, sample_by_rejection
+from model_runner.speculation import DraftRows, sample_by_rejection
 
 GRAMMAR = SamplingParams(grammar="any text")
 SAMPLED = SamplingParams(grammar="any text", temperature=1.0)
