@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from attention import AttentionPlan, AttentionShape, GatedDeltaShape, HybridPlan, MLAPlan, MLAShape
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
-from model_runner.weights.files import tokenizer_end_tokens
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig, tokenizer_end_tokens
 from model_runner.weights.weights import Checkpoint
 from moe import All2All, ExpertLoads, ExpertMap, ExpertPlacement
 from ubatch import ConfigError, get_forward_context

@@ -31,7 +31,7 @@ from model_runner.decoder.config import (
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope, read_rope
 from model_runner.models.draft_heads import LayersBehind
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from moe import GroupLimitedRouter, Router, SigmoidTopKRouter
 
 

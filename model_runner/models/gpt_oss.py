@@ -13,7 +13,7 @@ from model_runner.decoder.config import DecoderConfig, TensorNames, read_decoder
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
 from model_runner.models.mistral import read_softmax_moe
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from moe import ClampedSwiGLU
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from model_runner.decoder.config import DecoderConfig, MoEConfig, TensorNames, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.mistral import read_softmax_moe
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 
 
 class LlamaForCausalLM(DecoderLM):

@@ -22,7 +22,7 @@ from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, 
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope
 from model_runner.models.deepseek import read_sigmoid_router
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from model_runner.weights.weights import Checkpoint
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

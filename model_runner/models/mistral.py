@@ -20,7 +20,7 @@ from model_runner.decoder.config import (
 )
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from moe import SoftmaxTopKRouter
 
 _SLIDING_WINDOW = 4096

@@ -26,7 +26,7 @@ from model_runner.decoder.config import (
 )
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.mistral import read_softmax_moe
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 
 _SLIDING_WINDOW = 4096
 """The window if `use_sliding_window` is set and the config has no entry for it; null is no window."""

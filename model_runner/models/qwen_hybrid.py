@@ -20,7 +20,7 @@ from model_runner.decoder.config import DecoderConfig, read_decoder, read_groupe
 from model_runner.decoder.rope import read_rope
 from model_runner.models.draft_heads import LayersApart
 from model_runner.models.qwen import read_gated_moe, read_sparse_layers
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from model_runner.weights.weights import Checkpoint
 
 _LINEAR, _FULL = "linear_attention", "full_attention"

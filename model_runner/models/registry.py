@@ -41,8 +41,8 @@ from model_runner.errors import (
     UnknownArchitecture,
 )
 from model_runner.parallel.expert_parallel import make_transport
-from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.scaled import MXFP4Blocks, ScaledBlocks
+from model_runner.weights.files import HFConfig
+from model_runner.weights.quantization import MXFP4Blocks, ScaledBlocks
 from model_runner.weights.weights import Checkpoint
 from ubatch import LazyRegistry
 from ubatch.errors import shown

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention import KVCache, MLAKVCache
 from model_runner.errors import CheckpointError
-from model_runner.weights.scaled import FP8
+from model_runner.weights.quantization import FP8
 from model_runner.weights.weights import Checkpoint, Part, Size, part_size
 from ubatch.errors import shown
 

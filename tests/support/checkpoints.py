@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model_runner import known_architectures, model_class
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 
 if TYPE_CHECKING:  # else imported where it is used: ranks that only run checkpoints start seconds earlier
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from model_runner import CheckpointError, ModelRunner, ScheduledRequest, model_class
 from model_runner.decoder.rope import RotaryEmbedding, RotaryTable, read_longest_context
 from model_runner.models import DecoderConfig, Rope, read_rope
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from serving.cli import main
 from ubatch import ConfigError
 

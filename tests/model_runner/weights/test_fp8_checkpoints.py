@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model_runner import Checkpoint, CheckpointError, ModelRunner, SamplingParams, TensorMissing, WrongShape
 from model_runner.drafting.network import load_draft
 from model_runner.parallel.tensor_parallel import Shard
-from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.quantization import read_quantization
-from model_runner.weights.scaled import ScaledBlocks
+from model_runner.weights.files import HFConfig
+from model_runner.weights.quantization import ScaledBlocks, read_quantization
 from model_runner.weights.weight_pass import Wanted, WeightPass
 from model_runner.weights.weights import Part
 from serving import LLM

@@ -36,7 +36,7 @@ from model_runner import (
 )
 from model_runner.drafting.network import load_draft
 from model_runner.weights import weight_pass as module
-from model_runner.weights.scaled import MXFP4Blocks
+from model_runner.weights.quantization import MXFP4Blocks
 from model_runner.weights.weight_pass import PINNED_BYTES, Wanted, WeightPass
 from model_runner.weights.weights import Part
 from serving.engine.rank.runner_setup import WeightsBar
@@ -334,7 +334,7 @@ def test_whole_and_in_parts(dtype: torch.dtype, tmp_path: Path, monkeypatch: pyt
     expected = convert_moe_packed_tensors(tensors["w_blocks"], tensors["w_scales"], dtype=dtype)
     checkpoint = Checkpoint(folder(tmp_path, tensors), dtype=dtype)
     assert torch.equal(checkpoint.load("w", 3, 160, 10), expected)
-    monkeypatch.setattr("model_runner.weights.scaled._ROOM", 500)  # some rows at a time
+    monkeypatch.setattr("model_runner.weights.quantization._ROOM", 500)  # some rows at a time
     assert torch.equal(checkpoint.load("w", 3, 160, 10), expected)
     for experts, columns, rows in [((1, 2), (40, 80), (0, 10)), ((2, 1), (31, 2), (3, 7)), ((0, 3), (159, 1), (9, 1))]:
         parts = [Part(*part, total) for part, total in ((experts, 3), (columns, 160), (rows, 10))]
