@@ -10,10 +10,10 @@ drafting/         draft networks, with a KV cache of their own
 graphs/           steps captured as CUDA graphs, and replayed
 auto/             learns from running steps when to overlap; the cost of a token and of an attended pair; a CPU's dtype
 backend_choice    resolves `auto` to an attention back end and an experts back end
-models/           model families, one file each, and the registry
+models/           model families, each by what its config says, and the registry
 decoder/          the decoder that all families share
 settings          all settings of a runner, checked once
-speculation/      proposers of draft tokens, and the test that accepts drafts
+speculation       proposers of draft tokens, and the test that accepts drafts
 step/             requests flattened into a batch, the vote of all ranks on it, and its streams
 sampling/         sampling parameters of a request; from logits to tokens
 balance/          moves experts between ranks while steps run
@@ -61,9 +61,7 @@ from model_runner.random_checkpoint import (
     make_random_qwen3_moe,
 )
 from model_runner.runner import ModelRunner
-from model_runner.sampling.draws import fresh_seed
-from model_runner.sampling.grammar import GrammarRows, MaskFiller, StepMasks, TokenGrammar
-from model_runner.sampling.penalties import SamplingRow
+from model_runner.sampling.rows import GrammarRows, MaskFiller, SamplingRow, StepMasks, TokenGrammar, fresh_seed
 from model_runner.sampling.sampler import sample
 from model_runner.sampling.sampling_params import (
     MAX_BAD_TOKENS,

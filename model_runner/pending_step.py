@@ -19,11 +19,10 @@ from torch import Tensor
 
 from model_runner.errors import RequestError, StepOrderError
 from model_runner.graphs.runner_graphs import CapturingRunner
-from model_runner.sampling.grammar import GrammarRows, StepMasks, fill_masks
-from model_runner.sampling.penalties import SamplingRow
+from model_runner.sampling.rows import GrammarRows, SamplingRow, StepMasks, fill_masks
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
-from model_runner.speculation.accept import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
-from model_runner.step.draft_trees import path_to
+from model_runner.speculation import Acceptance, DraftRows, accepted_nodes, sample_by_rejection
+from model_runner.step.batch import path_to
 from model_runner.step.logprobs import TokenLogprobs, read_logprobs, score_prompt_rows, score_tokens
 from model_runner.step.request import PENDING_TOKEN, ScheduledRequest
 from model_runner.step.step import Step

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from model_runner.decoder.base import ExpertParallel
 from model_runner.models.registry import model_class
-from model_runner.parallel.transport import make_transport
+from model_runner.parallel.expert_parallel import make_transport
 from model_runner.weights.dummy_weights import DummyCheckpoint
 from model_runner.weights.weights import Size, whole_shape
 from ubatch import ConfigError

@@ -25,17 +25,15 @@ from model_runner.errors import fits_in_memory
 from model_runner.memory.host_memory import lasting_memory
 from model_runner.memory.memory_profile import CudaMemory, measured_blocks
 from model_runner.models.registry import read_model
-from model_runner.parallel.placement import make_placement
+from model_runner.parallel.expert_parallel import check_schedules, make_placement, make_transport
 from model_runner.parallel.tensor_parallel import make_tensor_parallel
-from model_runner.parallel.transport import check_schedules, make_transport
 from model_runner.settings import DEFAULT_KV_CACHE_MEMORY, RunnerSettings, check_max_model_len, refuse_trees
 from model_runner.step.future_map import FutureMap
 from model_runner.step.logprobs import PromptCarry
 from model_runner.step.streams import StepStreams
 from model_runner.step_runner import StepRunner
 from model_runner.weights.dummy_weights import open_checkpoint
-from model_runner.weights.fp8 import log_projections
-from model_runner.weights.kv_scales import load_kv_scales
+from model_runner.weights.fp8 import load_kv_scales, log_projections
 from model_runner.weights.weights import Checkpoint
 from moe import ExpertLoads, ExpertPlacement, StepSizes
 from ubatch import ConfigError, UBatchStatistics

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from model_runner.speculation.accept import Acceptance
+from model_runner.speculation import Acceptance
 from model_runner.weights.kept import KeptStart
 from model_runner.weights.weight_pass import Progress
 from moe import EmulatedLink, ExpertPlacement
@@ -114,7 +114,8 @@ class ModelSettings:
         load_format: `dummy` makes random weights, also for a draft network; `auto` and `safetensors` read the files.
         tensor_parallel_size: ranks that share a replica's attention and dense MLPs, rank = dp_rank * this + tp_rank;
             they launch the same steps. See `model_runner.parallel.tensor_parallel`.
-        all2all_backend: how tokens reach their experts; `auto` and None choose, see `model_runner.parallel.transport`.
+        all2all_backend: how tokens reach their experts; `auto` and None choose, see
+            `model_runner.parallel.expert_parallel`.
         all2all_options: its options; those left out are derived from `max_num_seqs`, `max_num_batched_tokens` and
             `num_speculative_tokens`.
         enable_eplb: experts can move between the ranks while steps run (`ModelRunner.mover`).

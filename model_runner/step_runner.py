@@ -2,7 +2,7 @@
 
     launch     batch        the requests' next tokens, flattened (`step.batch`)
                agree        vote with the other ranks whether to overlap (`step.dp`)
-               run          plan attention for the whole batch, or for each lane (`step.context`); then the wrapped
+               run          plan attention for the whole batch, or for each lane (`plan_step`); then the wrapped
                             model, in lanes or not; hidden states come back merged
                             (or plan and forward as a captured graph: `model_runner.graphs`)
                (the last layer's MLP runs only for the rows that are sampled, or whose hidden states are read)
@@ -29,11 +29,9 @@ from model_runner.drafting.network import DraftNetwork
 from model_runner.drafting.proposer import DraftProposer
 from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.pending_step import PendingStep, StepOutput
-from model_runner.speculation.accept import check_acceptance
-from model_runner.speculation.proposer import StepObserver
+from model_runner.speculation import StepObserver, check_acceptance
 from model_runner.step.batch import build_input_batch
-from model_runner.step.context import plan_step
-from model_runner.step.dp import content_of, coordinate_batch_across_dp
+from model_runner.step.dp import content_of, coordinate_batch_across_dp, plan_step
 from model_runner.step.request import ScheduledRequest
 from model_runner.step.step import Step
 from moe import ExpertPlacement

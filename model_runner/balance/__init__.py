@@ -1,7 +1,6 @@
 """Moves experts between ranks while steps run.
 
-exchange    who sends which slot's weights to whom, and in which pieces
-slots       the weights of a rank's slots, as bytes
+slots       the weights of a rank's slots, as bytes; who sends which to whom, and in which pieces
 carrier     carries one layer at a time into a staging buffer, and from there into slots
 mover       brings the experts to a new placement, one layer after the other
 """

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_runner.balance.exchange import ALIGNMENT, Ints, Stream, pieces_of, room_of, rounds_of, streams_of
-from model_runner.balance.slots import SlotStore
+from model_runner.balance.slots import ALIGNMENT, Ints, SlotStore, Stream, pieces_of, room_of, rounds_of, streams_of
 from moe import EmulatedLink, ExpertMap, ExpertPlacement
 from ubatch import CommGroup
 from ubatch.ranks import SideChannel

@@ -4,12 +4,10 @@ base                the interface between runner and model
 config              the settings in which families differ, read from `config.json`
 rope                rotary embeddings and their scalings
 ops                 small operations, each one kernel on a GPU
-layers              projections, attention, the dense MLP
+layers              projections, attention, linear attention with the gated delta rule, the dense MLP
 latent_attention    multi-head latent attention
-gated_delta_net     linear attention with the gated delta rule
 sparse_mlp          the mixture of experts
 scatter             distribution of rows over ranks that share attention, and its transfers
-stored              a checkpoint is read whole, or it says what it left
 decoder             the stack of layers: `DecoderLM`
 """
 

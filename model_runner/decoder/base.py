@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from attention import AttentionPlan, AttentionShape, GatedDeltaShape, HybridPlan, MLAPlan, MLAShape
 from model_runner.parallel.tensor_parallel import WHOLE, Shard, TensorParallel
-from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.tokenizer_end import tokenizer_end_tokens
+from model_runner.weights.files import HFConfig, tokenizer_end_tokens
 from model_runner.weights.weights import Checkpoint
 from moe import All2All, ExpertLoads, ExpertMap, ExpertPlacement
 from ubatch import ConfigError, get_forward_context
@@ -201,7 +200,7 @@ class CausalLM(nn.Module, ABC):
     def left(cls, config: Any, checkpoint: Checkpoint) -> Mapping[str, str]:
         """Stored tensors that the family does not read, and need not: what they are, and a pattern of whole names.
 
-        All others are refused. What every family may leave is in `model_runner.decoder.stored`.
+        All others are refused. What every family may leave is in `model_runner.models.registry`.
         """
         return {}
 

@@ -12,7 +12,7 @@ from typing import Any
 from attention import AttentionShape, MLAShape
 from model_runner.decoder.base import ModelConfig
 from model_runner.decoder.rope import Rope, read_longest_context, read_rope
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from model_runner.weights.quantization import read_quantization
 from moe import ClampedSwiGLU, Router
 

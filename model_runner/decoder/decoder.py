@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from attention import MLAShape
 from model_runner.decoder.base import CausalLM, ExpertParallel, current_plan
 from model_runner.decoder.config import DecoderConfig
-from model_runner.decoder.gated_delta_net import GatedDeltaNet
 from model_runner.decoder.latent_attention import LatentAttention
 from model_runner.decoder.layers import (
     AllHeadsNormAttention,
     Attention,
+    GatedDeltaNet,
     GatedMLP,
     Projection,
     load_norm,

@@ -24,9 +24,9 @@ _KERNELS_ON = "cuda"
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last dimension, computed in fp32; shape and dtype of `x`."""
     if x.device.type == _KERNELS_ON and _fuses(x):
-        from model_runner.kernels import norm
+        from model_runner.kernels import layer_ops
 
-        return norm.rms_norm(x, weight, eps)
+        return layer_ops.rms_norm(x, weight, eps)
     if runs_in_c(x, weight):
         return small_ops.rms_norm(x, weight, eps)
     return _torch_norm(x, weight, eps)
@@ -44,9 +44,9 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float) -
         The normalised sum, and the sum.
     """
     if residual.device.type == _KERNELS_ON and _fuses(residual):
-        from model_runner.kernels import norm
+        from model_runner.kernels import layer_ops
 
-        return norm.add_rms_norm(update, residual, weight, eps)
+        return layer_ops.add_rms_norm(update, residual, weight, eps)
     if runs_in_c(update, residual, weight):
         return small_ops.add_rms_norm(update, residual, weight, eps)
     summed = residual + update
@@ -62,7 +62,7 @@ def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | Non
         eps: epsilon of the norms; None for a family without them.
     """
     if heads.device.type == _KERNELS_ON and _fuses(heads):
-        from model_runner.kernels.rope import rotate_heads
+        from model_runner.kernels.layer_ops import rotate_heads
 
         rotate_heads(heads, rotation.cos, rotation.sin, weight, eps)
         return heads
@@ -80,9 +80,9 @@ def normalise_and_rotate(heads: Tensor, rotation: Rotation, weight: Tensor | Non
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`, `[T, size]`, of `[T, 2 * size]`: the gates, then the ups."""
     if gate_up.device.type == _KERNELS_ON and _fuses(gate_up):
-        from model_runner.kernels import activation
+        from model_runner.kernels import layer_ops
 
-        return activation.silu_mul(gate_up)
+        return layer_ops.silu_mul(gate_up)
     if runs_in_c(gate_up) and gate_up.stride(1) == 1:
         return small_ops.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -92,9 +92,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     """`sigmoid(gate) * x`, `[T, size]`, of gates `[T, size]` or `[T, 1]`."""
     if x.device.type == _KERNELS_ON and _fuses(x):
-        from model_runner.kernels import activation
+        from model_runner.kernels import layer_ops
 
-        return activation.sigmoid_mul(gate, x)
+        return layer_ops.sigmoid_mul(gate, x)
     if runs_in_c(gate, x) and gate.stride(-1) == 1 and x.stride(-1) == 1:
         return small_ops.sigmoid_mul(gate, x)
     return torch.sigmoid(gate) * x

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import RopeTable
-from model_runner.weights.hf_config import LONGEST_CONTEXT, HFConfig
+from model_runner.weights.files import LONGEST_CONTEXT, HFConfig
 from ubatch.streams import to_device
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -3,8 +3,7 @@
     SCATTERED       each rank has its share, 1/T of the rows: the residual, norms, router and experts
     TP_ATTN_FULL    each rank has all rows of its replica: input of attention and dense MLPs, of which each rank holds
                     some columns. Their outputs are partial sums of all rows.
-    FULL            each rank has the rows of all replicas. No layer uses it: experts that need it get it inside the
-                    `allgather_reducescatter` transport.
+    (SGLang's FULL, all rows of all replicas, is inside the `allgather_reducescatter` transport, for the experts.)
 
     residual    SCATTERED    ---+------------------------------+------------------------------+---->
                                 | add, norm                    ^ add, norm                    ^ (next layer)
@@ -36,8 +35,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model_runner.decoder.ops import add_rms_norm, rms_norm
-from model_runner.parallel.tensor_parallel import TensorParallel, padded_len, share_rows, valid_rows
-from ubatch import CommGroup, ConfigError, Point, all_gather, get_forward_context, reduce_scatter
+from model_runner.parallel.tensor_parallel import TensorParallel, share_rows, valid_rows
+from ubatch import ConfigError, Point, all_gather, get_forward_context, reduce_scatter
 
 
 class ScatterMode(StrEnum):
@@ -45,7 +44,6 @@ class ScatterMode(StrEnum):
 
     SCATTERED = "scattered"
     TP_ATTN_FULL = "tp_attn_full"
-    FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,12 @@ class Layout:
     Attributes:
         num_tokens: rows of this rank's replica, before padding to equal shares.
         rows: rows of its padded lane: `ForwardContext.local_dp_buffer_len`.
-        tokens_across_ranks: every rank's own tokens, as in the `ForwardContext`.
         num_valid: in a captured step, how many of the `num_tokens` rows are tokens; see `ForwardContext`.
     """
 
     parallel: TensorParallel
     num_tokens: int
     rows: int
-    tokens_across_ranks: tuple[int, ...]
     num_valid: Tensor | None = None
 
     @property
@@ -91,29 +87,18 @@ class Layout:
             point: passed during the transfer.
 
         Returns:
-            `[num_tokens, ...]` for `TP_ATTN_FULL`; `[global_dp_buffer_len, ...]` with padding for `FULL`.
+            `[num_tokens, ...]` for `TP_ATTN_FULL`.
         """
         if mode is ScatterMode.SCATTERED:
             return x
-        group, sizes = self._ranks(mode)
-        gathered = all_gather(x, group, sizes=sizes, point=point, name=point, carry=self.parallel.carry)
-        return gathered if mode is ScatterMode.FULL else gathered[: self.num_tokens]
+        return all_gather(x, self.parallel.group, point=point, name=point, carry=self.parallel.carry)[: self.num_tokens]
 
     def scatter(self, partial: Tensor, mode: ScatterMode, point: Point) -> Tensor:
         """Reduce-scatter partial sums in `mode` (shaped as from `gather`) to this rank's share of the total."""
         if mode is ScatterMode.SCATTERED:
             return partial
-        group, sizes = self._ranks(mode)
-        padded = partial if mode is ScatterMode.FULL else self._padded(partial)
-        return reduce_scatter(padded, group, sizes=sizes, point=point, name=point, carry=self.parallel.carry)
-
-    def _ranks(self, mode: ScatterMode) -> tuple[CommGroup, list[int] | None]:
-        """The group of ranks for `mode`, and each rank's number of rows; None if all have equally many."""
-        if mode is ScatterMode.TP_ATTN_FULL:
-            return self.parallel.group, None
-        size, tokens = self.parallel.size, self.tokens_across_ranks
-        replicas = [sum(tokens[first : first + size]) for first in range(0, len(tokens), size)]
-        return self.parallel.world, [padded_len(count, size) // size for count in replicas for _ in range(size)]
+        padded = self._padded(partial)
+        return reduce_scatter(padded, self.parallel.group, point=point, name=point, carry=self.parallel.carry)
 
     def _padded(self, x: Tensor) -> Tensor:
         missing = self.rows - x.shape[0]
@@ -134,8 +119,7 @@ def current_layout(parallel: TensorParallel | None) -> Layout | None:
             "a tensor-parallel model was called, but the forward context does not say how many rows the ranks have. "
             "Call it through ModelRunner, which votes and fills local_dp_buffer_len and tokens_across_ranks."
         )
-    rows, across = context.local_dp_buffer_len, context.tokens_across_ranks
-    return Layout(parallel, context.num_tokens, rows, across, context.num_valid)
+    return Layout(parallel, context.num_tokens, context.local_dp_buffer_len, context.num_valid)
 
 
 def comm_prepare_attn(

@@ -1,11 +1,9 @@
 """Draft networks: a head, a multi-token-prediction layer, or a small model.
 
-network     the networks, and loading them
+network     the networks, loading them, and the chains that they draft, also at random for rejection sampling
 runner      a draft network's own KV cache, and the batches that it runs
 graphs      those batches as CUDA graphs
-tree        trees of drafts, grown at the likeliest tokens
-sampling    batches and chains of drafts, and random drafts for rejection sampling
-proposer    the proposer around a draft network
+proposer    the proposer around a draft network, and trees of drafts, grown at the likeliest tokens
 """
 
 from model_runner.drafting.network import DraftNetwork, load_draft

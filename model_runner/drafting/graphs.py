@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from attention import CommonAttentionMetadata, GraphLimits, MultiStepDraftAttention, UBatchAttention
-from model_runner.drafting.network import DraftNetwork
-from model_runner.drafting.sampling import DraftBatch, DraftDraws, draft_chain
-from model_runner.graphs.batches import CapturedSteps, GraphSetting, batch_to_capture
-from model_runner.graphs.mode import resolve_graph_mode
+from model_runner.drafting.network import DraftBatch, DraftDraws, DraftNetwork, draft_chain
+from model_runner.graphs.runner_graphs import resolve_graph_mode
+from model_runner.graphs.steps import CapturedSteps, GraphSetting, batch_to_capture
 from model_runner.settings import DraftShape
 from model_runner.step.graph_sizes import GraphFamily, GraphShape
 from ubatch import CapturedGraph, ConfigError, CUDAGraphMode, ForwardContext, ForwardMode, GraphKey, set_forward_context

@@ -9,21 +9,32 @@ A graph reads fixed addresses and freezes every number of the host. So all value
 tensors made here or by the attention back ends. One of them is each lane's count of real tokens: it masks the padding,
 so that padding visits no expert. A padding token has id and position 0 and writes to the cache's hidden slot; a padding
 request has no tokens and the sequence length that its attention back end requires.
+
+A draft network's steps are captured in the same way (`CapturedSteps`). A batch to capture is full of sequences of the
+shortest possible length, and writes nothing to the KV cache.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention import GraphLimits, UBatchAttention, split_attn_metadata
-from model_runner.graphs.batches import CapturedSteps, GraphSetting, batch_to_capture
+from attention import (
+    CommonAttentionMetadata,
+    GraphLimits,
+    KVCache,
+    SpecVerifyInput,
+    UBatchAttention,
+    split_attn_metadata,
+)
 from model_runner.parallel.tensor_parallel import padded_len
 from model_runner.step.graph_sizes import GraphFamily, GraphShape, tokens_needed
 from model_runner.step.step import Step
@@ -34,10 +45,94 @@ from ubatch import (
     DeclineReason,
     ForwardContext,
     ForwardMode,
+    GraphBackend,
     UBatchWrapper,
     fingerprint,
     set_forward_context,
 )
+
+
+@dataclass(frozen=True)
+class GraphSetting:
+    """A runner's settings for CUDA graphs.
+
+    Attributes:
+        asked: the `cudagraph_mode` it was made with.
+        sizes: sizes to capture, in requests, ascending.
+        max_seq_len: tokens of the longest possible sequence.
+        backend: captures and replays; all graphs share its pool, as they never run at the same time.
+        num_ranks: number of ranks that step together.
+        tensor_parallel_size: number of ranks that share a replica.
+    """
+
+    asked: str
+    sizes: tuple[int, ...]
+    max_seq_len: int
+    backend: GraphBackend
+    planning: Callable[[], AbstractContextManager[None]]
+    num_ranks: int
+    tensor_parallel_size: int
+
+
+class CapturedSteps(ABC):
+    """The captured steps of one network: a runner's model, or a draft network (`ModelRunner.capture_beside`)."""
+
+    families: tuple[GraphFamily, ...]
+    _captured: dict[GraphShape, Any]
+
+    @property
+    def shapes(self) -> tuple[GraphShape, ...]:
+        """Shapes to capture, in the order of capture: largest first, so that smaller graphs reuse its memory."""
+        shapes = [shape for family in self.families for shape in family.shapes]
+        return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape), reverse=True))
+
+    @torch.inference_mode()
+    def capture(
+        self, progress: Callable[[CapturedGraph], None] | None = None, only: Sequence[GraphShape] | None = None
+    ) -> list[CapturedGraph]:
+        """Capture every shape.
+
+        Args:
+            progress: called after each graph.
+            only: some of `shapes`, in their order; all by default.
+
+        Raises:
+            CaptureFailed: a capture failed; no step is replayed then.
+        """
+        graphs, captured = [], {}
+        for shape in self.shapes if only is None else only:
+            graph, captured[shape] = self._capture(shape)
+            graphs.append(graph)
+            if progress is not None:
+                progress(graph)
+        self._captured = captured
+        return graphs
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Release all graphs; steps run eagerly until the next capture."""
+
+    @abstractmethod
+    def _capture(self, shape: GraphShape) -> tuple[CapturedGraph, Any]:
+        """Capture one shape: the graph, and what its replay needs."""
+
+
+def batch_to_capture(shape: GraphShape, kv_cache: KVCache) -> CommonAttentionMetadata:
+    """A full batch for one lane of a graph. Keys and values are not stored; drafts with a tree mask are chains."""
+    requests, tokens, device = shape.lane_requests, shape.tokens_per_request, kv_cache.device
+    lens = [tokens] * requests
+    table = torch.zeros(requests, kv_cache.spec.blocks_for(tokens), dtype=torch.int32, device=device)
+    slots = torch.full((requests * tokens,), -1, dtype=torch.int64, device=device)
+    drafts = _masked_chains(requests, tokens, device) if shape.tree else None
+    return CommonAttentionMetadata.build(lens, lens, table, slots, shape.mode, drafts)
+
+
+def _masked_chains(requests: int, nodes: int, device: torch.device) -> SpecVerifyInput:
+    mask = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().flatten().repeat(requests)
+    links = torch.full((requests, nodes), -1, dtype=torch.int64, device=device)
+    rows = torch.zeros(requests * nodes, dtype=torch.int64, device=device)
+    return SpecVerifyInput(nodes, (0,) * requests, rows, rows, mask, links, links, links)
+
 
 _logger = logging.getLogger(__name__)
 _ANY_GRAPH = 1
@@ -257,7 +352,7 @@ class GraphSteps(CapturedSteps):
 def place_in_torch(
     static: tuple[Tensor, Tensor, Tensor], batch: tuple[Tensor, Tensor], tokens: slice, start: int, rows: int, lane: int
 ) -> None:
-    """Reference of `model_runner.kernels.place.place_lane`, in torch."""
+    """Reference of `model_runner.kernels.tokens.place_lane`, in torch."""
     count = tokens.stop - tokens.start
     for room, values in zip(static, batch, strict=False):
         room[start : start + count].copy_(values[tokens])
@@ -268,7 +363,7 @@ def place_in_torch(
 def _placement(device: torch.device) -> Callable[..., None]:
     """The function that copies ids and positions to the static inputs: one Triton launch if possible, else torch."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from model_runner.kernels.place import place_lane
+        from model_runner.kernels.tokens import place_lane
 
         return place_lane
     return place_in_torch

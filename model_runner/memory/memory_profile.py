@@ -27,7 +27,7 @@ from attention import CacheSpec
 from model_runner.drafting.runner import draft_cache_spec
 from model_runner.sampling.sampling_params import SamplingParams
 from model_runner.settings import DeviceMemory
-from model_runner.speculation.proposer import Draft, Proposer
+from model_runner.speculation import Draft, Proposer
 from model_runner.step.graph_sizes import GraphShape
 from model_runner.step.request import Request, ScheduledRequest
 from model_runner.step_runner import StepRunner

@@ -1,11 +1,9 @@
 """Model families, and the registry that finds one for a checkpoint.
 
-registry               finds the class for an architecture
-llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, qwen3_5_moe, olmoe, gpt_oss, glm4_moe,
-mimo_v2_flash, granite, deepseek_v2, deepseek_v3
-                       one family each: how to read its `config.json`
-eagle                  an EAGLE-style draft head
-mtp                    the multi-token-prediction layer of DeepSeek, GLM-4.5 and Qwen3-Next, as a draft head
+registry               finds the class for an architecture, and holds a checkpoint's files against what it reads
+llama (and Granite), mistral (and Mixtral), qwen, qwen_hybrid, olmoe, gpt_oss, mimo_v2_flash, deepseek (and GLM-4.5)
+                       families that share entries of their `config.json`: how to read it
+draft_heads            an EAGLE-style draft head; the multi-token-prediction layer of DeepSeek, GLM-4.5 and Qwen3-Next
 
 The decoder that families share is in `model_runner.decoder`; what a new family needs of it can be imported from here.
 
@@ -25,7 +23,7 @@ from model_runner.decoder.config import (
 )
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope, read_rope
-from model_runner.models.mtp import has_layer, no_layer
+from model_runner.models.draft_heads import has_layer, no_layer
 from model_runner.models.registry import known_architectures, model_class, read_sizes, register_model
 
 __all__ = [

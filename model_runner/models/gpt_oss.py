@@ -12,8 +12,8 @@ from typing import Any
 from model_runner.decoder.config import DecoderConfig, TensorNames, read_decoder, read_grouped_query, read_layer_windows
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
-from model_runner.models.mixtral import read_softmax_moe
-from model_runner.weights.hf_config import HFConfig
+from model_runner.models.mistral import read_softmax_moe
+from model_runner.weights.files import HFConfig
 from moe import ClampedSwiGLU
 
 

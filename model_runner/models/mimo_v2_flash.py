@@ -21,8 +21,8 @@ from attention import AttentionShape
 from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope
-from model_runner.models.deepseek_v3 import read_sigmoid_router
-from model_runner.weights.hf_config import HFConfig
+from model_runner.models.deepseek import read_sigmoid_router
+from model_runner.weights.files import HFConfig
 from model_runner.weights.weights import Checkpoint
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -9,8 +9,8 @@ from typing import Any
 
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.decoder import DecoderLM
-from model_runner.models.mixtral import read_softmax_moe
-from model_runner.weights.hf_config import HFConfig
+from model_runner.models.mistral import read_softmax_moe
+from model_runner.weights.files import HFConfig
 
 
 class OlmoeForCausalLM(DecoderLM):

@@ -14,7 +14,7 @@ A row takes one of three paths, chosen by its own parameters only:
 Tensors as long as the vocabulary are float32; those of few tokens, and sums of blocks of the vocabulary, are float64.
 So a draw picks another token than exact arithmetic only if it lies within about 1e-6 of an edge.
 
-The order is vLLM's: first `model_runner.sampling.penalties` (a grammar, allowed tokens, bad sequences, `min_tokens`,
+The order is vLLM's: first `model_runner.sampling.rows` (a grammar, allowed tokens, bad sequences, `min_tokens`,
 bias, penalties), then temperature, min-p, top-k of the rest, and top-p of the mass that is left.
 
 Ties: equally likely tokens are ranked in the vocabulary's order. If more tokens tie at the limit of top-k than are
@@ -33,8 +33,7 @@ from torch import Tensor
 
 from model_runner.kernels import small_ops
 from model_runner.sampling.flashinfer_sampling import keep_most_likely, truncates
-from model_runner.sampling.grammar import StepMasks
-from model_runner.sampling.penalties import SamplingRow, adjust_logits
+from model_runner.sampling.rows import SamplingRow, StepMasks, adjust_logits
 from model_runner.sampling.sampling_params import SamplingParams
 from ubatch.kernels import runs_in_c
 from ubatch.streams import to_device

@@ -38,7 +38,7 @@ class FutureMap:
         self._owners: list[tuple[Request, int] | None] = [None] * max_num_seqs
         self._resolve, self._store = resolve_reference, store_reference
         if self._tokens.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-            from model_runner.kernels.resolve import resolve_tokens, store_tokens
+            from model_runner.kernels.tokens import resolve_tokens, store_tokens
 
             self._resolve, self._store = resolve_tokens, store_tokens
             padding = self._tokens[:1]  # compiled now, not in the first steps

@@ -4,6 +4,8 @@ A request's tokens are prompt and output in one list. `num_computed_tokens` of t
 next ones: a whole prompt, a chunk of it, or the last generated token. If a step reaches the end of the list, it samples
 the next token. The last token may be `PENDING_TOKEN`: an earlier step sampled it on the device, and the host does not
 know it yet.
+
+`RequestMemory` assigns rows of the request table and KV blocks to requests, and releases them.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attention import BlockAllocator, KVCache, KVCacheExhausted, RequestToTokenTable
 from model_runner.errors import RequestError
-from model_runner.sampling.draws import fresh_seed, uniform
-from model_runner.sampling.grammar import TokenGrammar
+from model_runner.sampling.rows import TokenGrammar, fresh_seed, uniform
 from model_runner.sampling.sampling_params import SamplingParams
 
 PENDING_TOKEN = -1
@@ -150,3 +152,58 @@ class ScheduledRequest:
     def samples(self) -> bool:
         """Whether this step reaches the end of the request's tokens, and so samples the next one."""
         return self.num_tokens == self.request.num_uncomputed_tokens
+
+
+class RequestMemory:
+    """The part of a runner that gives requests a row of the request table and KV blocks."""
+
+    request_table: RequestToTokenTable
+    allocator: BlockAllocator
+    kv_cache: KVCache
+    max_model_len: int
+
+    @property
+    def free_kv_tokens(self) -> int:
+        """Tokens that the free KV blocks hold."""
+        return self.allocator.num_free * self.request_table.block_size
+
+    def admit(self, request: Request, num_tokens: int) -> None:
+        """Give a request a row of the request table, and KV blocks for its first `num_tokens` tokens.
+
+        Raises:
+            KVCacheExhausted: no row or too few blocks are free; nothing is changed.
+        """
+        blocks_for = self.kv_cache.spec.blocks_for
+        needed, longest = blocks_for(num_tokens), blocks_for(self.max_model_len)
+        if needed > longest:
+            raise KVCacheExhausted(
+                f"request {request.request_id!r} needs {needed} KV blocks; {longest} hold the longest sequence "
+                f"({self.max_model_len} tokens)."
+            )
+        blocks = self.allocator.allocate(needed)
+        try:
+            request.row = self.request_table.add_row()
+        except KVCacheExhausted:
+            self.allocator.free(blocks)
+            raise
+        self.request_table.append(request.row, blocks)
+
+    def reserve(self, request: Request, num_tokens: int) -> None:
+        """Extend an admitted request's KV blocks to hold its first `num_tokens` tokens.
+
+        Raises:
+            KVCacheExhausted: too few blocks are free; nothing is changed.
+        """
+        if request.row is None:
+            self.admit(request, num_tokens)
+            return
+        more = self.kv_cache.spec.blocks_for(num_tokens) - len(self.request_table.blocks(request.row))
+        if more > 0:
+            self.request_table.append(request.row, self.allocator.allocate(more))
+
+    def release(self, request: Request) -> None:
+        """Release a request's row and KV blocks; if it runs again, its tokens are computed again."""
+        if request.row is not None:
+            self.allocator.free(self.request_table.remove_row(request.row))
+            request.row = None
+            request.num_computed_tokens = 0

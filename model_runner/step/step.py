@@ -3,7 +3,7 @@
     scheduled   `Step.of`, called by the scheduler       which tokens of which requests
     batched     `step.batch.build_input_batch`           these tokens, flattened, on host and device
     agreed      `step.dp.coordinate_batch_across_dp`     whether the ranks overlap, and where this rank cuts
-    planned     `step.context.plan_step`                 attention, and the arguments of every lane
+    planned     `step.dp.plan_step`                      attention, and the arguments of every lane
 
 Each of these returns the step with more of its fields; nothing is changed in place. The requests themselves may change
 while the step runs, so everything that is needed after the launch is kept here.

@@ -1,23 +1,16 @@
 """A checkpoint's tensors and config.
 
-files                the files of a folder, and which has a tensor
-hf_config            `config.json`, read and checked
-quantization         its `quantization_config`: how weights are stored in fp8
-scaled               fp8 and scales, multiplied as they are read
-mxfp4                the same for experts in MXFP4
+files                the files of a folder, `config.json`, read and checked, and the tokenizer's end-of-sequence token
+quantization         its `quantization_config`; fp8, or experts in MXFP4, and scales, multiplied as they are read
 weight_pass          reads the files from front to back, through pinned memory to a device
-headers              what a model reads of a checkpoint, found out without reading it
-tokenizer_end        the end-of-sequence token that its tokenizer names
 weights              a checkpoint's tensors, whole or a rank's part
-fp8                  projections and experts that stay in fp8
+fp8                  projections and experts that stay in fp8; static scales of an fp8 KV cache
 dummy_weights        random weights instead (`load_format dummy`)
-kv_scales            static scales of an fp8 KV cache
 kept                 the loaded model, for the next process of the rank
 """
 
 from model_runner.weights.dummy_weights import open_checkpoint
-from model_runner.weights.files import read_json
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig, read_json
 from model_runner.weights.kept import KeptStart, describe_files
 
 __all__ = ["HFConfig", "KeptStart", "describe_files", "open_checkpoint", "read_json"]

@@ -1,4 +1,6 @@
-"""Weights that stay in fp8, with their scales: linear layers, several that are one product, and routed experts."""
+"""Weights that stay in fp8, with their scales: linear layers, several that are one product, and routed experts. And the
+static scales of quantised checkpoints for an fp8 KV cache.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model_runner.weights.scaled import FP8
+from attention import KVCache, MLAKVCache
+from model_runner.errors import CheckpointError
+from model_runner.weights.quantization import FP8
 from model_runner.weights.weights import Checkpoint, Part, Size, part_size
+from ubatch.errors import shown
 
 _logger = logging.getLogger(__name__)
 
@@ -96,3 +101,31 @@ def load_fp8_experts(
             checkpoint.load_blocks_into(name, half, scales)
         checkpoint.load_blocks_into(down, w2[expert], w2_scale[expert])
     return {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
+
+
+_ENDINGS = ("k_scale", "v_scale", "kv_scale")
+
+
+def load_kv_scales(checkpoint: Checkpoint, cache: KVCache) -> None:
+    """Set every layer's scales of an fp8 cache from `self_attn.k_scale` and `self_attn.v_scale`; 1 if there are none.
+
+    Raises:
+        CheckpointError: a layer has only one of the two, or the checkpoint has KV scales of another name.
+    """
+    known = set()
+    if not isinstance(cache, MLAKVCache):
+        for layer in range(cache.spec.num_layers):
+            names = [f"model.layers.{layer}.self_attn.{part}_scale" for part in ("k", "v")]
+            present = [name for name in names if name in checkpoint.names]
+            if len(present) == 1:
+                raise CheckpointError(f"{checkpoint.path} has {present[0]!r}, but not the other of {names}.")
+            if present:
+                k_scale, v_scale = map(checkpoint.load_scalar, names)
+                cache.set_scales(layer, k_scale, v_scale)
+            known.update(present)
+    strange = sorted(name for name in checkpoint.names - known if name.endswith(_ENDINGS))
+    if strange:
+        raise CheckpointError(
+            f"{checkpoint.path} has the KV scale {shown(strange[0])}, which is not understood here. Run it with "
+            "kv_cache_dtype='auto'."
+        )

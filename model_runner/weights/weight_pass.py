@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model_runner.weights.mxfp4 import MXFP4Blocks
-from model_runner.weights.scaled import ScaledBlocks
+from model_runner.weights.quantization import MXFP4Blocks, ScaledBlocks
 from ubatch.streams import Event, NullStreams, StreamBackend, make_streams
 
 PINNED_BYTES = 128 << 20

@@ -3,7 +3,7 @@
 A checkpoint is a folder with `config.json` and either `model.safetensors` or shards listed in
 `model.safetensors.index.json`. Files are mapped, not read: a rank that loads an eighth of the experts reads an eighth
 of their bytes, and one that loads a `Part` of a tensor's rows or columns reads that part. Tensors are converted to the
-compute dtype; those in fp8 are multiplied by their scales as they are read (`model_runner.weights.scaled`).
+compute dtype; those in fp8 are multiplied by their scales as they are read (`model_runner.weights.quantization`).
 
     norm = checkpoint.load(name, size)          read at once
     with checkpoint.one_pass():
@@ -31,11 +31,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model_runner.errors import CheckpointError, CheckpointFileMissing, TensorMissing, WrongShape
-from model_runner.weights.files import SINGLE_FILE, indexed_files, read_json
-from model_runner.weights.hf_config import HFConfig
-from model_runner.weights.mxfp4 import MXFP4Blocks
-from model_runner.weights.quantization import MXFP4, WeightQuantization, read_quantization
-from model_runner.weights.scaled import FP8, ScaledBlocks
+from model_runner.weights.files import SINGLE_FILE, HFConfig, indexed_files, read_json
+from model_runner.weights.quantization import (
+    FP8,
+    MXFP4,
+    MXFP4Blocks,
+    ScaledBlocks,
+    WeightQuantization,
+    read_quantization,
+)
 from model_runner.weights.weight_pass import Progress, Wanted, WeightPass
 from ubatch.streams import StreamBackend
 

@@ -24,8 +24,6 @@ from moe import ExpertPlacement
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, PeerFailed, UBatchConfig
 
-pytestmark = pytest.mark.ranks
-
 NUM_TOKENS = 8
 EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 """Overlap whatever can be split."""

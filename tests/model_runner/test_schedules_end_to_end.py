@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from checkpoints import load_reference, make_checkpoint, reference_greedy
-from torch import Tensor, nn
+from torch import Tensor
 
 from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.decoder import decoder
-from moe import All2All
 from ranks import run_ranks
-from ubatch import SCHEDULES, CommGroup, Transfer, UBatchConfig, dbo_current_ubatch_id, tracing
+from ubatch import SCHEDULES, CommGroup, UBatchConfig, dbo_current_ubatch_id, tracing
 from ubatch.schedules.ring import interleave
 from ubatch.trace.spans import current_trace
 
@@ -116,66 +116,29 @@ class Record:
         return [f"{LANE_NAMES[lane]}.{'+'.join(what for _, what in turn)}" for lane, turn in turns]
 
 
-class Noting(nn.Module):
-    """A module that is noted when it runs."""
-
-    def __init__(self, module: Any, name: str, record: Record) -> None:
-        super().__init__()
-        self.module, self.name, self.record = module, name, record
-
-    def forward(self, *args: Any) -> Any:
-        self.record.note(self.name)
-        return self.module(*args)
-
-
-class NotingTransport(All2All[Any]):
-    """A transport whose launches are noted, and when what combine brings is used."""
-
-    def __init__(self, inner: Any, record: Record) -> None:
-        self.inner, self.record = inner, record
-        self.traits, self.experts, self.num_experts = inner.traits, inner.experts, inner.num_experts
-
-    def dispatch(self, *args: Tensor) -> Transfer[Any]:
-        self.record.note("dispatch_a")
-        transfer: Transfer[Any] = self.inner.dispatch(*args)
-        return transfer
-
-    def combine(self, y: Tensor, handle: Any) -> Transfer[Tensor]:
-        self.record.note("combine_a")
-        transfer: Transfer[Tensor] = self.inner.combine(y, handle)
-        return transfer.map(self._arrived)
-
-    def _arrived(self, y: Tensor) -> Tensor:
-        self.record.note("combine_b")
-        return y
-
-
-class NotingPlan:
-    """An attention plan whose core is noted."""
-
-    def __init__(self, plan: Any, record: Record) -> None:
-        self.plan, self.record = plan, record
-
-    def forward(self, *args: Any) -> Any:
-        self.record.note("core")
-        return self.plan.forward(*args)
-
-
 def watch(runner: ModelRunner, record: Record) -> Any:
     """Note what the sparse layers of the runner's model do; in a `with` block."""
     for layer in runner.model.layers:
         layer.register_forward_pre_hook(lambda module, args: record.note("prepare"))
         if hasattr(layer.mlp, "kernel"):
             kernel = layer.mlp.kernel
-            kernel.all2all = NotingTransport(kernel.all2all, record)
-            kernel.experts = Noting(kernel.experts, "experts", record)
+            kernel.experts.register_forward_pre_hook(lambda module, args: record.note("experts"))
             if kernel.shared_experts is not None:
-                kernel.shared_experts = Noting(kernel.shared_experts, "shared", record)
+                kernel.shared_experts.register_forward_pre_hook(lambda module, args: record.note("shared"))
             kernel.register_forward_hook(lambda module, args, output: record.note("output"))
+    transport: Any = runner.all2all
+    dispatch, combine = transport.dispatch, transport.combine
+
+    def arrived(y: Tensor) -> Tensor:
+        record.note("combine_b")
+        return y
+
+    transport.dispatch = lambda *args: record.note("dispatch_a") or dispatch(*args)
+    transport.combine = lambda *args: record.note("combine_a") or combine(*args).map(arrived)
 
     def noted_plan(plan_of: Any = decoder.current_plan) -> tuple[Any, Any]:
         plan, num_tokens = plan_of()
-        return NotingPlan(plan, record), num_tokens
+        return SimpleNamespace(forward=lambda *args: record.note("core") or plan.forward(*args)), num_tokens
 
     return mock.patch.object(decoder, "current_plan", noted_plan)
 

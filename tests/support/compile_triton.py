@@ -38,11 +38,8 @@ from attention.linear import triton_plan as plans
 from attention.linear.kernels import tuning as scans
 from attention.linear.plan import LinearPlan
 from attention.linear.triton_plan import LinearRecords, TritonLinearPlan
-from model_runner.kernels.activation import sigmoid_mul, silu_mul
-from model_runner.kernels.norm import add_rms_norm, rms_norm
-from model_runner.kernels.place import place_lane
-from model_runner.kernels.resolve import resolve_tokens, store_tokens
-from model_runner.kernels.rope import rotate_heads
+from model_runner.kernels.layer_ops import add_rms_norm, rms_norm, rotate_heads, sigmoid_mul, silu_mul
+from model_runner.kernels.tokens import place_lane, resolve_tokens, store_tokens
 from moe.kernels.align import align_pairs, tile_batches
 from moe.kernels.copy import copy_on_sms
 from moe.kernels.expert_map import map_and_count

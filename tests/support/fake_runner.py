@@ -23,7 +23,7 @@ from model_runner import (
     StepOutput,
     TokenLogprobs,
 )
-from model_runner.speculation.ngram import NgramProposer
+from model_runner.speculation import NgramProposer
 from serving.requests import RequestInput, RequestOutput
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.scheduler.request import shares_of

@@ -245,7 +245,7 @@ def static_batch() -> None:
 @launches("norm")
 def norms() -> None:
     from model_runner.decoder import ops
-    from model_runner.kernels.norm import add_rms_norm, rms_norm
+    from model_runner.kernels.layer_ops import add_rms_norm, rms_norm
 
     x, residual, weight = torch.randn(3, 24), torch.randn(3, 24), torch.randn(24)
     there, residual_there, weight_there = (each.to(DEVICE) for each in (x, residual, weight))
@@ -257,7 +257,7 @@ def norms() -> None:
 
 @launches("silu_mul", "sigmoid_mul")
 def activation() -> None:
-    from model_runner.kernels.activation import sigmoid_mul, silu_mul
+    from model_runner.kernels.layer_ops import sigmoid_mul, silu_mul
 
     x = torch.randn(3, 20)
     close(silu_mul(x.to(DEVICE)), torch.nn.functional.silu(x[:, :10]) * x[:, 10:])
@@ -268,7 +268,7 @@ def activation() -> None:
 def rope() -> None:
     from model_runner.decoder import ops
     from model_runner.decoder.rope import RotaryEmbedding
-    from model_runner.kernels.rope import rotate_heads
+    from model_runner.kernels.layer_ops import rotate_heads
     from model_runner.models import Rope
 
     for share in (1.0, 0.5):
@@ -282,7 +282,7 @@ def rope() -> None:
 
 @launches("resolve", "store")
 def tokens_to_come() -> None:
-    from model_runner.kernels.resolve import resolve_tokens, store_tokens
+    from model_runner.kernels.tokens import resolve_tokens, store_tokens
 
     future, places = torch.zeros(5, dtype=torch.int64, device=DEVICE), torch.tensor([3, 1], device=DEVICE)
     store_tokens(future, places, torch.tensor([70, 50], device=DEVICE))
@@ -291,7 +291,7 @@ def tokens_to_come() -> None:
 
 @launches("place")
 def lane_of_a_graph() -> None:
-    from model_runner.kernels.place import place_lane
+    from model_runner.kernels.tokens import place_lane
 
     ids, positions, valid = (torch.full((8,), 7, device=DEVICE) for _ in range(3))
     place_lane((ids, positions, valid), (torch.arange(9, device=DEVICE),) * 2, slice(2, 5), 4, 4, 1)

@@ -8,9 +8,8 @@ import random
 import pytest
 from served_policy import BOTH, DECODES, LAG, LINKS, NOISE, Served, overlapping, serial, serve, told, true_seconds
 
-from model_runner.auto import size_times
-from model_runner.auto.dbo_policy import Policy, Seen
-from model_runner.auto.size_times import Level, SizeTimes
+from model_runner.auto import dbo_policy
+from model_runner.auto.dbo_policy import Level, Policy, Seen, SizeTimes
 from model_runner.auto.step_stages import Stages
 from serving.workbench.arms.cells import SERIAL_ARM, CostTable, Setting, choose
 from ubatch import ConfigError
@@ -354,7 +353,7 @@ def test_stages_of_a_size_are_their_mean() -> None:
 def test_the_simulator_is_asked_on_what_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than all else that a step is timed for; waits over loopback vary by a third."""
     asked = []
-    monkeypatch.setattr(size_times, "expected_log_ratio", lambda *_: asked.append(1) or 0.2)
+    monkeypatch.setattr(dbo_policy, "expected_log_ratio", lambda *_: asked.append(1) or 0.2)
     policy, draw = Policy(DECODES), random.Random(0)
     for _ in range(400):
         if (step := policy.saw("decode", 16, False)) is not None:

@@ -1,15 +1,22 @@
-"""`--enable-dbo` as the runner asks it: what is timed and told in the votes, alone and on two ranks."""
+"""`--enable-dbo` as the runner asks it: what is timed and told in the votes, alone and on two ranks.
+
+And a step's stages over all ranks, from the times of its transfers; what the simulator expects of them; and what a step
+costs, counted by hand for a small model.
+"""
 
 from __future__ import annotations
 
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoints import make_qwen3_moe_checkpoint
+from checkpoints import make_checkpoint, make_qwen3_moe_checkpoint
 from request_steps import admitted, step
 
 import model_runner
@@ -17,7 +24,7 @@ from model_runner import ModelRunner, ScheduledRequest
 from model_runner.auto import step_settings
 from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.step_settings import Proposal, StepSettings
-from model_runner.auto.step_stages import Stages
+from model_runner.auto.step_stages import Stages, expected_log_ratio, row
 from ranks import run_ranks
 from serving.engine import EngineOptions
 from serving.engine.rank.build import make_core, make_runner
@@ -25,7 +32,9 @@ from serving.options import read_serve_command
 from serving.scheduler import SchedulerConfig
 from tests.support.shaped_steps import shaped_step
 from ubatch import SCHEDULES, CommGroup, Decision, DeclineReason, ForwardMode, UBatchConfig, fingerprint
+from ubatch.ranks.transfer_times import Arrival
 from ubatch.schedules.modes import ModeSettings
+from ubatch.schedules.vote import TOLD_WIDTH
 
 DECODES, PREFILL = shaped_step([1] * 64, ForwardMode.DECODE), shaped_step([128], ForwardMode.PREFILL)
 
@@ -40,20 +49,10 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
     """Nothing waits for them until they are old."""
     log: list[str] = []
 
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            log.append("record")
-
-        def synchronize(self) -> None:
-            log.append("wait")
-
-        def elapsed_time(self, end: Event) -> float:
-            return 3.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    record, synchronize = partial(log.append, "record"), partial(log.append, "wait")
+    event = SimpleNamespace(record=record, synchronize=synchronize, elapsed_time=lambda end: 3.0)
+    made = Mock(return_value=event)
+    monkeypatch.setattr(torch.cuda, "Event", made)
     auto = StepSettings(UBatchConfig(), None, torch.device("cuda"))
     for _ in range(40):
         told = auto.settings(DECODES).told
@@ -63,6 +62,7 @@ def test_on_a_gpu_the_time_is_between_two_events(monkeypatch: pytest.MonkeyPatch
     for place, what in enumerate(log):
         waits += what == "wait"
         assert log[:place].count("forward") >= waits + 4 or what != "wait"  # the last four may still run
+    assert all(each.kwargs == {"enable_timing": True} for each in made.call_args_list)
     found = auto.policy
     assert 5 <= found.timed == waits <= 36
     assert found.kinds["decode"].sizes[64].seconds.value == pytest.approx(math.log(0.003))
@@ -264,3 +264,104 @@ def test_two_ranks_decide_alike(tmp_path: Path) -> None:
 def test_the_old_name_still_works() -> None:
     with pytest.warns(DeprecationWarning, match=r"It is model_runner\.StepSettings"):
         assert model_runner.DboAuto is StepSettings
+
+
+LAYERS = 4
+
+
+def arrivals(late: float, *, link: float = 2.0, attention: float = 1.0, experts: float = 3.0) -> list[Arrival]:
+    """A serial step that begins at 0: its peers are `late` in every dispatch."""
+    found, now = [], 0.0
+    for _ in range(LAYERS):
+        for name, compute, behind in (("dispatch", attention, late), ("combine", experts, 0.0)):
+            launched = now + compute
+            now = launched + link + behind
+            found.append(Arrival(name, launched, launched, now))
+    return found
+
+
+def stages_of(*rows: tuple[int, ...]) -> Stages:
+    found = Stages.of(rows)
+    assert found is not None
+    return found
+
+
+def test_the_lateness_of_peers_is_no_time_on_the_link() -> None:
+    rows = [row(45.0, 0.0, arrivals(late)) for late in (0.0, 1.5)]
+    assert {len(each) for each in rows} == {TOLD_WIDTH}
+    stages = stages_of(*rows)
+    assert (stages.dispatch, stages.combine, stages.other) == pytest.approx((8.0, 8.0, 0.0))
+    assert stages.experts == pytest.approx(12.0)
+    assert stages.attention == pytest.approx(4.0 + 45 - 32)  # what follows the last combine, too
+    assert stages.layers == LAYERS
+    assert stages.waits == pytest.approx(16.0)
+
+
+def test_the_transports_own_work_is_no_wait_on_cores_that_it_shares() -> None:
+    one = [Arrival("dispatch", 1.0, 1.0, 3.0, cpu_s=1.5)]
+    waits = [stages_of(row(4.0, 0.0, one, shared_cores=shared)).dispatch for shared in (False, True)]
+    assert waits == pytest.approx([2.0, 0.5])
+
+
+def test_a_shared_expert_between_launch_and_wait_is_compute() -> None:
+    stages = stages_of(row(10.0, 0.0, [Arrival("combine", 2.0, 5.0, 6.0)]))
+    assert (stages.combine, stages.experts, stages.attention) == pytest.approx((1.0, 5.0, 4.0))
+
+
+def test_more_layers_than_slots_share_them() -> None:
+    many = [Arrival("combine", float(i), float(i), i + 0.5) for i in range(100)]
+    assert stages_of(row(100.0, 0.0, many)).combine == pytest.approx(50.0)
+
+
+def test_the_time_of_a_step_is_unknown_if_one_rank_does_not_tell_it() -> None:
+    known = row(4.0, 0.0, arrivals(0.0))
+    assert Stages.of((known, ())) is Stages.of(()) is None
+    assert stages_of(row(4.0), row(3.0)) == Stages(4.0)  # only the whole time is known, as on a GPU
+    assert stages_of(row(4.0, 0.0, ())) == Stages(4.0, attention=4.0)  # nothing travelled, as on one rank
+
+
+@pytest.mark.parametrize("name", ["mlp_shared_overlap", "two_batch_decode", "single_batch", "single_batch_signalled"])
+def test_what_the_simulator_expects(name: str) -> None:
+    schedule = SCHEDULES[name]
+    nothing = Stages(10.0, 4.0, 6.0, layers=8)
+    balanced = Stages(20.0, 4.0, 6.0, 5.0, 5.0, layers=8)
+    if schedule.lanes > 1 or schedule.chunks > 1:
+        assert expected_log_ratio(nothing, schedule) > 0.05  # splitting costs
+    gain = math.exp(-expected_log_ratio(balanced, schedule))
+    assert (1.1 if schedule.lanes > 1 else 0.9) < gain < 2.0
+    assert expected_log_ratio(Stages(0.0), schedule) == 0.0
+
+
+def test_operations_of_a_token_and_of_a_pair(tmp_path: Path) -> None:
+    """Three layers, the second dense: 48 numbers wide, 4 heads (2 for keys) of 16, 3 of 8 experts of 24."""
+    with ModelRunner(make_qwen3_moe_checkpoint(tmp_path), num_kv_blocks=4) as runner:
+        cost = runner.split_cost
+    attention = 48 * (4 + 2 + 2) * 16 + 4 * 16 * 48
+    norms = (4 + 2) * 16  # of queries and keys, kept as a matrix
+    sparse = 48 * 8 + 3 * (3 * 48 * 24)
+    dense = 3 * 48 * 40
+    assert cost.per_token == 2 * (3 * (attention + norms) + 2 * sparse + dense)
+    assert cost.per_pair == 3 * 4 * 4 * 16
+    assert cost.of(2, 5) == 2 * cost.per_token + (6 + 7) * cost.per_pair
+
+
+def test_a_token_costs_no_more_pairs_than_its_window(tmp_path: Path) -> None:
+    with ModelRunner(make_checkpoint(tmp_path, "Mixtral", sliding_window=5), num_kv_blocks=4) as runner:
+        cost = runner.split_cost
+    assert cost.of(2, 4) == 2 * cost.per_token + (5 + 5) * cost.per_pair
+
+
+def test_latent_attention_costs_its_expanded_heads(tmp_path: Path) -> None:
+    """Three layers, 4 heads of 12 + 8 numbers for keys and 10 for values; of 8 experts 3 are chosen, 2 are shared."""
+    with ModelRunner(make_checkpoint(tmp_path, "DeepseekV2"), num_kv_blocks=4) as runner:
+        cost = runner.split_cost
+    attention = 48 * (20 + 24 + 8) + 20 * 4 * (12 + 8) + 24 * 4 * (12 + 10) + 4 * 10 * 48
+    sparse = 48 * 8 + 3 * (3 + 2) * 48 * 24
+    assert cost.per_token == 2 * (3 * attention + 2 * sparse + 3 * 48 * 40)
+    assert cost.per_pair == 3 * 2 * 4 * (12 + 8 + 10)
+    assert cost.per_expanded == 3 * 2 * 4 * 24 * (12 + 10)
+    assert cost.per_absorbed_pair == 3 * 2 * 4 * (24 + 24 + 8)
+    assert cost.of(1, 9) == cost.per_token + 10 * cost.per_absorbed_pair, "a decode expands nothing"
+    pairs = 40 * 9 + 40 * 41 // 2
+    assert cost.of(40, 9) == 40 * cost.per_token + 9 * cost.per_expanded + pairs * cost.per_pair
+    assert cost.per_sent == 0, "one rank sends nothing"

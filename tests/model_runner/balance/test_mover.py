@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from model_runner.balance.exchange import ALIGNMENT, pieces_of, room_of, rounds_of, streams_of
 from model_runner.balance.mover import MoveNews, Mover
-from model_runner.balance.slots import SlotStore
+from model_runner.balance.slots import ALIGNMENT, SlotStore, pieces_of, room_of, rounds_of, streams_of
 from moe import EmulatedLink, ExpertPlacement, FusedMoEModularKernel, experts_backends, make_all2all, make_experts
 from ranks import on_ranks
 from ubatch import CommGroup, ConfigError, Offer, PeerFailed, UBatchError, Wish

@@ -13,15 +13,14 @@ import torch
 from checkpoints import checkpoint_fixture
 from hypothesis import given
 from hypothesis import strategies as st
-from launched_ahead import Ahead
-from request_steps import step, verify
+from request_steps import Ahead, step, verify
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
 from speculating import chain
 
 from attention import CommonAttentionMetadata
 from model_runner import Draft, ModelRunner, SamplingParams, ScheduledRequest, Step, build_input_batch
 from model_runner.graphs.steps import place_in_torch
-from model_runner.kernels.place import place_lane
+from model_runner.kernels.tokens import place_lane
 from tests.support.shaped_steps import decided_step, shaped_step
 from ubatch import ConfigError, Decision, DeclineReason, ForwardMode, Offer, Wish, decide, split_fixed
 

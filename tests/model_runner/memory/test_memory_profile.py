@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,28 +159,15 @@ def test_every_kind_of_step_runs_before_the_cache_is_sized(checkpoint: Path, mon
         assert ran == 2 * [prefill, (ForwardMode.TARGET_VERIFY, TOKENS // 15), decode]
 
 
-class Unequal:
+def unequal(rank: int) -> Any:
     """A `DeviceMemory` of a rank that holds nothing; the first rank has more free than the others."""
-
-    def __init__(self, rank: int) -> None:
-        self._free = (4 << 20) >> (8 * min(rank, 1))
-
-    def held(self) -> int:
-        return 0
-
-    def free(self) -> int:
-        return self._free
-
-    def reset_peak(self) -> None:
-        pass
-
-    def peak(self) -> int:
-        return 0
+    free = (4 << 20) >> (8 * min(rank, 1))
+    return SimpleNamespace(held=lambda: 0, free=lambda: free, reset_peak=lambda: None, peak=lambda: 0)
 
 
 def with_unequal_memory(rank: int, world_size: int, checkpoint: Path) -> int:
     group = CommGroup.from_process_group(timeout_s=20)
-    options: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": 1.0, "memory": Unequal(rank)}
+    options: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": 1.0, "memory": unequal(rank)}
     options |= {"group": group, "tensor_parallel_size": world_size, "block_size": 1, "max_num_batched_tokens": TOKENS}
     with make_runner(checkpoint, **options) as runner:
         return runner.kv_cache.num_blocks

@@ -13,9 +13,8 @@ from triton_batches import DEVICE
 
 from model_runner.decoder import ops
 from model_runner.decoder.rope import RotaryEmbedding, Rotation
-from model_runner.kernels import norm
-from model_runner.kernels.activation import sigmoid_mul, silu_mul
-from model_runner.kernels.rope import rotate_heads
+from model_runner.kernels import layer_ops
+from model_runner.kernels.layer_ops import rotate_heads, sigmoid_mul, silu_mul
 from model_runner.models import Rope
 from ubatch import ConfigError
 
@@ -50,8 +49,8 @@ def test_norm_of_rows_and_of_their_sum_with_the_residual(rows: int, size: int, e
     x, residual = torch.randn(2, rows, size, generator=generator)
     weight = torch.randn(size, generator=generator)
     x_there, residual_there, weight_there = (t.to(DEVICE) for t in (x, residual, weight))
-    close(norm.rms_norm(x_there, weight_there, eps), ops.rms_norm(x, weight, eps))
-    normed, summed = norm.add_rms_norm(x_there, residual_there, weight_there, eps)
+    close(layer_ops.rms_norm(x_there, weight_there, eps), ops.rms_norm(x, weight, eps))
+    normed, summed = layer_ops.add_rms_norm(x_there, residual_there, weight_there, eps)
     expected, expected_sum = ops.add_rms_norm(x, residual, weight, eps)
     close(normed, expected)
     assert torch.equal(summed.cpu(), expected_sum)
@@ -60,7 +59,7 @@ def test_norm_of_rows_and_of_their_sum_with_the_residual(rows: int, size: int, e
 
 def test_norm_of_a_slice_of_a_projection() -> None:
     wide, weight = torch.randn(5, 60), torch.rand(24)
-    result = norm.rms_norm(wide.to(DEVICE)[:, 20:44], weight.to(DEVICE), 1e-6)
+    result = layer_ops.rms_norm(wide.to(DEVICE)[:, 20:44], weight.to(DEVICE), 1e-6)
     assert result.is_contiguous()
     close(result, ops.rms_norm(wide[:, 20:44], weight, 1e-6))
 
@@ -71,7 +70,7 @@ def test_the_sum_is_rounded_before_it_is_normalised() -> None:
     (x, x_there), (residual, residual_there), (weight, weight_there) = (
         rounded(*shape, dtype=dtype) for shape in ((3, 480), (3, 480), (480,))
     )
-    normed, summed = norm.add_rms_norm(x_there, 100 * residual_there, weight_there, 1e-6)
+    normed, summed = layer_ops.add_rms_norm(x_there, 100 * residual_there, weight_there, 1e-6)
     expected = (x.to(dtype) + 100 * residual.to(dtype)).float()
     assert torch.equal(summed.cpu().float(), expected)
     wanted = ops.rms_norm(expected, weight, 1e-6)

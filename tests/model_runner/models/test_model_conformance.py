@@ -48,7 +48,7 @@ from model_runner import (
 )
 from model_runner.models import DecoderConfig, DecoderLM
 from model_runner.models.registry import read_model
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from moe import EmulatedLink
 from ranks import run_ranks
 from serving import LLM

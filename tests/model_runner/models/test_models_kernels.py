@@ -17,7 +17,7 @@ from triton_batches import DEVICE
 
 from attention.kernels import cache, decode, latent
 from model_runner.decoder import ops
-from model_runner.kernels import activation, norm, rope
+from model_runner.kernels import layer_ops
 from moe import router
 from moe.kernels import router as router_kernel
 
@@ -49,9 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return call
 
     places = {
-        norm: ("rms_norm", "add_rms_norm"),
-        rope: ("rotate_heads",),
-        activation: ("silu_mul",),
+        layer_ops: ("rms_norm", "add_rms_norm", "rotate_heads", "silu_mul"),
         router_kernel: ("route_topk",),
         cache: ("write_kv",),
         decode: ("decode_attention",),

@@ -12,7 +12,7 @@ from attention import MLAShape
 from model_runner import CheckpointError, UnknownArchitecture, known_architectures, model_class
 from model_runner.decoder.rope import YarnRope
 from model_runner.models import DecoderConfig, Rope
-from model_runner.weights.hf_config import HFConfig
+from model_runner.weights.files import HFConfig
 from moe import SigmoidTopKRouter
 from ubatch import ConfigError
 

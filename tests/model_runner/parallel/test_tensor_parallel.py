@@ -1,4 +1,7 @@
-"""Attention shared by ranks, on one rank: who has which rows and weights, what lanes know, what is refused."""
+"""Attention shared by ranks, on one rank: who has which rows and weights, what lanes know, what is refused.
+
+And on two: ranks of a replica get the same tokens and drafts, even where what they compute differs.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint_fixture, make_checkpoint
+from drafted import generate_drafted
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_times import efficiency_of, scaled
-from repository import ROOT
+from repository import ROOT, TINY_MOE
 from request_steps import admitted
+from torch import Tensor
 
 from attention import AttentionShape, MLAShape
 from model_runner import (
+    Acceptance,
     Checkpoint,
     ModelConfig,
     ModelRunner,
@@ -27,12 +33,13 @@ from model_runner import (
     TensorParallelMismatch,
     WrongShape,
     check_tensor_parallel,
+    generate,
     model_class,
     register_model,
     split_cost,
 )
 from model_runner.decoder import scatter
-from model_runner.decoder.scatter import ScatterMode, current_layout
+from model_runner.decoder.scatter import current_layout
 from model_runner.models import DecoderLM, registry
 from model_runner.parallel.tensor_parallel import (
     Shard,
@@ -44,14 +51,16 @@ from model_runner.parallel.tensor_parallel import (
     valid_rows,
 )
 from model_runner.step.batch import build_input_batch
-from model_runner.step.context import plan_step
-from model_runner.step.dp import check_same_requests, content_of, coordinate_batch_across_dp
+from model_runner.step.dp import check_same_requests, content_of, coordinate_batch_across_dp, plan_step
 from model_runner.weights.weights import Part
+from ranks import run_ranks
 from serving.cli import main
+from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
 from serving.workbench.arms.stages import layer_times
 from tests.support.shaped_steps import shaped_step
 from ubatch import (
     SCHEDULES,
+    CommGroup,
     ConfigError,
     Decision,
     ForwardContext,
@@ -254,7 +263,6 @@ def test_refusals(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     words = ["serve", str(alone), "-tp", "2", "--enable-expert-parallel", "--load-format", "dummy", "--print-config"]
     assert main(words) == 2, "before a rank is started"
     assert "-tp: tensor_parallel_size 2 does not fit the model: its family" in capsys.readouterr().err
-    assert {mode.value for mode in ScatterMode} == {"full", "scattered", "tp_attn_full"}
 
 
 def test_a_vote_of_one_rank_has_no_content() -> None:
@@ -312,3 +320,60 @@ def test_the_document_names_what_there_is() -> None:
         assert set(named).isdisjoint(schedule.points_off), schedule.name
     for name in re.findall(r"`(comm_\w+)`", text):
         assert callable(getattr(scatter, name))
+
+
+HEAD = TINY_MOE.parent / "tiny-moe-eagle"
+PROMPTS = [[(29 * index + 7 * place) % 300 + 3 for place in range(4 + 5 * index)] for index in range(4)]
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, logprobs=2)  # unseeded: each rank draws its own
+PARAMS = [GREEDY, DRAWN, GREEDY, DRAWN]
+DRAFTS = {
+    "chains": SpeculationConfig(Algorithm.EAGLE, 3, 3, draft_model_path=HEAD, acceptance=Acceptance.REJECTION),
+    "trees": SpeculationConfig(Algorithm.EAGLE, 5, 3, topk=2, draft_model_path=HEAD),
+}
+
+LEAST_STEPS = 4
+"""A prefill, and three steps for the eleven other tokens if every draft is right, which depends on what is drawn."""
+
+
+def on_a_rank(rank: int, world_size: int) -> dict[str, list[list[int]]]:
+    """The last rank's logits have nothing to do with the model; its drafts and tokens come from them, too."""
+    group = CommGroup.from_process_group(timeout_s=20)
+    given: dict[str, list[list[int]]] = {}
+    for name, drafts in {"plain": None, **DRAFTS}.items():
+        with ModelRunner(
+            TINY_MOE,
+            group=group,
+            tensor_parallel_size=2,
+            kv_cache_memory=8 << 20,
+            max_num_seqs=4,
+            dbo=UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=4),
+            **runner_options(drafts),
+        ) as runner:
+            if rank == 1:
+                astray(runner)
+            if drafts is None:
+                given[name] = [list(output.token_ids) for output in generate(runner, PROMPTS, PARAMS)]
+            else:
+                given[name] = [output.token_ids for output in generate_drafted(runner, PROMPTS, PARAMS, drafts)]
+            assert runner.statistics().engaged >= LEAST_STEPS
+    return given
+
+
+def astray(runner: ModelRunner) -> None:
+    vocab_size, noise = runner.config.vocab_size, torch.Generator().manual_seed(1)
+
+    def compute_logits(hidden: Tensor) -> Tensor:
+        return torch.randn(len(hidden), vocab_size, generator=noise)
+
+    runner.model.compute_logits = compute_logits  # type: ignore[method-assign]
+
+
+def test_tokens_and_drafts_are_those_of_the_first_rank() -> None:
+    with ModelRunner(TINY_MOE, kv_cache_memory=8 << 20, max_num_seqs=4) as alone:
+        wanted = [list(output.token_ids) for output in generate(alone, PROMPTS[::2], GREEDY)]
+    first, second = run_ranks(on_a_rank, 2)
+    assert first == second
+    for name, tokens in first.items():
+        assert tokens[::2] == wanted, name
+        assert [len(own) for own in tokens] == [12] * 4, name

@@ -20,10 +20,11 @@ from model_runner import (
     sample,
 )
 from model_runner.kernels import small_ops
-from model_runner.sampling import grammar, sampler
-from model_runner.sampling.grammar import GrammarRows, StepMasks, fill_masks, forbid_reference
+from model_runner.sampling import rows as sampling_rows
+from model_runner.sampling import sampler
+from model_runner.sampling.rows import GrammarRows, StepMasks, fill_masks, forbid_reference
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, distributions
-from model_runner.speculation.accept import DraftRows, sample_by_rejection
+from model_runner.speculation import DraftRows, sample_by_rejection
 
 GRAMMAR = SamplingParams(grammar="any text")
 SAMPLED = SamplingParams(grammar="any text", temperature=1.0)
@@ -77,8 +78,8 @@ def test_the_most_likely_allowed_token(vocab: int, dtype: torch.dtype) -> None:
 def test_sampling_sees_the_masks(in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch with others, in any order, and the same alone."""
     if not in_c:
-        monkeypatch.setattr(sampler, "runs_in_c", lambda *tensors: False)
-        monkeypatch.setattr(grammar, "runs_in_c", lambda *tensors: False)
+        for module in (sampler, sampling_rows):
+            monkeypatch.setattr(module, "runs_in_c", lambda *tensors: False)
     logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(0))
     logits[:, 39] = 9.0  # what all would say
     logits[2, 38] = 8.0

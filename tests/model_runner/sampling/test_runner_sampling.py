@@ -1,18 +1,23 @@
-"""What changes logits before they are sampled; and the numbers that requests draw."""
+"""What changes logits before they are sampled; and the numbers that requests draw.
+
+The order in which parameters act is vLLM's: it is compared with its definition in plain numpy.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from checkpoints import checkpoint_fixture
-from sampling_definition import by_definition
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model_runner import (
@@ -26,8 +31,8 @@ from model_runner import (
     generate,
     sample,
 )
-from model_runner.sampling.draws import uniform
-from model_runner.sampling.penalties import adjust_logits
+from model_runner.sampling.rows import adjust_logits, uniform
+from model_runner.sampling.sampler import OUT_OF_TOKENS, distributions
 from ubatch import UBatchConfig
 
 VOCAB = 13
@@ -210,3 +215,121 @@ def test_parameters_travel() -> None:
     assert not params.plain
     assert params.adjusts
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+ORDERED_VOCAB = 40
+
+
+def random_row(source: random.Random, vocab: int) -> SamplingRow:
+    """Each parameter is there in half of the rows."""
+
+    def maybe(value: float, none: float) -> float:
+        return value if source.random() < 0.5 else none
+
+    output = [source.randrange(vocab) for _ in range(source.randrange(12))]
+    likely = [*output[-2:], source.randrange(vocab)]
+    bad = [
+        (*[source.choice(likely) for _ in range(source.randrange(3))], source.randrange(vocab))
+        for _ in range(source.randrange(20))
+    ]
+    bad += [(*output[-reach:], source.randrange(vocab)) for reach in range(len(output)) if source.random() < 0.5]
+    allowed = source.choices(range(vocab), k=source.choice([1, 2, 5, vocab]))
+    params = SamplingParams(
+        temperature=source.choice([0.0, 9e-6, 0.3, 0.7, 1.0, 1.5, 3.0]),
+        top_k=int(maybe(source.randrange(1, vocab + 5), 0)),
+        top_p=maybe(source.uniform(0.05, 0.999), 1.0),
+        min_p=maybe(source.uniform(0.0, 0.5), 0.0),
+        repetition_penalty=maybe(source.uniform(0.5, 2.5), 1.0),
+        frequency_penalty=maybe(source.uniform(-2, 2), 0.0),
+        presence_penalty=maybe(source.uniform(-2, 2), 0.0),
+        logit_bias=tuple((source.randrange(vocab), source.uniform(-6, 6)) for _ in range(int(maybe(6, 0)))),
+        bad_token_sequences=tuple(bad) if source.random() < 0.5 else (),
+    )
+    with suppress(RequestError):  # each of the few tokens may be a bad one
+        params = replace(params, allowed_token_ids=tuple(allowed) if source.random() < 0.5 else None)
+    prompt = torch.tensor(sorted({source.randrange(vocab) for _ in range(8)}))
+    forbidden = params.bad_sequences.completing(output)
+    forbidden += source.sample(range(vocab), 3) if source.random() < 0.5 else ()
+    return SamplingRow(params, source.random(), prompt, output, forbidden)
+
+
+def all_of(logits: Tensor, rows: list[SamplingRow]) -> NDArray[np.float64]:
+    """What the sampler draws from; a greedy row is certain."""
+    best = [row.params.greedy for row in rows]
+    drawn = [replace(row, params=replace(row.params, temperature=1.0)) if row.params.greedy else row for row in rows]
+    found = distributions(logits, drawn).double().numpy()
+    chosen = sample(logits, dict(enumerate(rows))).numpy()
+    certain = np.where((chosen == OUT_OF_TOKENS)[:, None], np.nan, chosen[:, None] == np.arange(logits.shape[1]))
+    return np.where(np.array(best)[:, None], certain, found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("count", "vocab"), [(400, ORDERED_VOCAB), (60, 3000)])
+def test_random_settings_are_drawn_from_what_the_definition_says(count: int, vocab: int) -> None:
+    """Few tokens, and a vocabulary of several blocks of which 256 are looked at first."""
+    source = random.Random(7)
+    rows = [random_row(source, vocab) for _ in range(count)]
+    logits = 3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(7))
+    expected = np.stack([by_definition(own, row) for own, row in zip(logits.double().numpy(), rows, strict=True)])
+    found = all_of(logits, rows)
+    nothing = np.isnan(expected).any(axis=1)
+    assert nothing.any() == (vocab == ORDERED_VOCAB)
+    assert nothing.sum() < count / 4
+    assert (np.isnan(found).all(axis=1) == nothing).all()
+    assert (sample(logits, dict(enumerate(rows))).numpy() == OUT_OF_TOKENS).tolist() == nothing.tolist()
+    wrong = np.flatnonzero(np.abs(found - expected).max(axis=1) > 1e-4)
+    assert [rows[index].params for index in wrong] == []
+
+
+def test_a_bias_is_penalised_and_made_into_tensors_once() -> None:
+    params = SamplingParams(logit_bias=((3, 8.0), (5, 1.0)), repetition_penalty=2.0)
+    rows = [SamplingRow(params, 0.0, torch.tensor([3])), SamplingRow(params, forbidden=(5,))]
+    expected = [[0, 0, 0, 4.0, 0, 1.0], [0, 0, 0, 8.0, 0, -torch.inf]]
+    assert adjust_logits(torch.zeros(2, 6), rows).tolist() == expected
+    assert params.bias_tensors is params.bias_tensors
+
+
+def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def by_definition(logits: NDArray[np.float64], row: SamplingRow) -> NDArray[np.float64]:
+    """What one row is drawn from: `[vocab]`, sums to 1."""
+    params, logits = row.params, logits.copy()
+    # allowed tokens, bad words: each is compared with the end of the output
+    if params.allowed_token_ids is not None:
+        allowed = set(params.allowed_token_ids)
+        logits[[token for token in range(len(logits)) if token not in allowed]] = -np.inf
+    for *before, last in params.bad_token_sequences:
+        if list(row.output)[len(row.output) - len(before) :] == before and len(before) <= len(row.output):
+            logits[last] = -np.inf
+    # min tokens, bias
+    logits[list(row.forbidden)] = -np.inf
+    if np.isneginf(logits).all():
+        return np.full(len(logits), np.nan)
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    # penalties
+    said = Counter(row.output)
+    for token in {*said, *row.prompt.tolist()}:
+        logits[token] *= params.repetition_penalty if logits[token] <= 0 else 1 / params.repetition_penalty
+    for token, count in said.items():
+        logits[token] -= params.frequency_penalty * count
+        logits[token] -= params.presence_penalty
+    if params.temperature < 1e-5:
+        return (np.arange(len(logits)) == logits.argmax()).astype(np.float64)
+    # temperature, min-p
+    logits /= params.temperature
+    probabilities = softmax(logits)
+    logits[probabilities < params.min_p * probabilities.max()] = -np.inf
+    # top-k
+    if 0 < params.top_k < len(logits):
+        logits[logits < np.sort(logits)[-params.top_k]] = -np.inf
+    # top-p: the least likely ones that together have no more than 1 - top_p go, but for the last
+    order = logits.argsort()
+    cut = softmax(logits)[order].cumsum() <= 1 - params.top_p
+    cut[-1] = False
+    if params.top_p < 1:
+        logits[order[cut]] = -np.inf
+    return softmax(logits)

@@ -26,7 +26,7 @@ from attention.backends.trtllm import mla as trtllm_mla
 from attention.backends.trtllm.mha import TRTLLMMHABackend
 from attention.backends.trtllm.mla import TRTLLMMLABackend
 from model_runner import Step
-from model_runner.speculation.extend import draft_extend_batch
+from model_runner.drafting.runner import draft_extend_batch
 from tests.support.shaped_steps import shaped_step
 from ubatch import ConfigError, ForwardMode
 

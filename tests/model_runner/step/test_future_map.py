@@ -10,7 +10,7 @@ from model_runner.step.future_map import resolve_reference, store_reference
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
 
-from model_runner.kernels.resolve import resolve_tokens, store_tokens
+from model_runner.kernels.tokens import resolve_tokens, store_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -18,8 +18,7 @@ from checkpoints import checkpoint_fixture
 from dense_checkpoint import make_small
 from fake_device import run
 from fake_streams import FakeEvent, FakeStream
-from launched_ahead import Ahead
-from request_steps import admitted, step
+from request_steps import Ahead, admitted, step
 from step_cases import StepStreamsFake, recording
 from step_host import Place
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from dense_checkpoint import make_small
 from host_waits import no_host_waits
-from launched_ahead import Ahead
+from request_steps import Ahead
 
 from model_runner import ModelRunner, SamplingParams, generate
 from ubatch import UBatchConfig

@@ -1,16 +1,30 @@
-"""Checkpoints: lazy reading, fused loading, and every way in which one can be wrong."""
+"""Checkpoints: lazy reading, fused loading, and every way in which one can be wrong.
+
+Every end-of-sequence token that one names ends a sequence, also one that only its tokenizer names. And the random model
+for measuring: layout, size, repeatability; transformers loads it and agrees.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import checkpoint_fixture, make_qwen3_moe_checkpoint, with_config, with_tensors
+from checkpoints import (
+    checkpoint_fixture,
+    load_reference,
+    make_qwen3_moe_checkpoint,
+    reference_greedy,
+    with_config,
+    with_tensors,
+)
+from repository import TINY_MOE
+from runner_graph_cases import TINY
 from safetensors.torch import load_file
 
 from model_runner import (
@@ -18,11 +32,17 @@ from model_runner import (
     CheckpointError,
     CheckpointFileMissing,
     ModelRunner,
+    RandomQwen3Moe,
+    SamplingParams,
     TensorMissing,
     WrongShape,
+    generate,
     known_architectures,
+    make_random_qwen3_moe,
     register_model,
 )
+from model_runner.models.registry import read_model
+from model_runner.random_checkpoint import weights_of
 from ubatch import ConfigError, UBatchError
 
 single = checkpoint_fixture()
@@ -93,7 +113,7 @@ def test_registering_models() -> None:
         register_model("Qwen3MoeForCausalLM", "my.models:Qwen")
     with pytest.raises(ConfigError, match="form"):
         register_model("Mine", "my.models.Mine")
-    register_model("Qwen3MoeForCausalLM", "model_runner.models.qwen3_moe:Qwen3MoeForCausalLM")
+    register_model("Qwen3MoeForCausalLM", "model_runner.models.qwen:Qwen3MoeForCausalLM")
 
 
 def remove(name: str) -> Callable[[Path], None]:
@@ -196,22 +216,119 @@ def test_no_such_folder(tmp_path: Path) -> None:
         ModelRunner(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_kv_blocks": 4, "kv_cache_memory": 1 << 20}, "num_kv_blocks and kv_cache_memory contradict each other"),
-        ({"kv_cache_memory": 10}, "hold no block"),
-        ({"num_kv_blocks": 0}, "num_blocks"),
-        ({"num_kv_blocks": 4, "all2all_backend": "torch-dist"}, "did you mean 'torch_dist'"),
-        ({"num_kv_blocks": 4, "attention_backend": "flash"}, "unknown attention back end"),
-        ({"num_kv_blocks": 4, "experts_backend": "group"}, "experts back end"),
-    ],
-)
-def test_runner_settings_that_cannot_be(single: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ModelRunner(single, **settings)
-
-
 def test_blocks_by_memory(single: Path) -> None:
     with ModelRunner(single, kv_cache_memory=1 << 20, block_size=8) as runner:
         assert runner.kv_cache.num_blocks == (1 << 20) // (2 * 3 * 8 * 2 * 16 * 4)
+
+
+Files = Mapping[str, Mapping[str, Any]]
+NAMED = {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}
+
+
+def checkpoint_of(folder: Path, files: Files) -> Path:
+    """tiny-moe with other files next to its weights; no tokenizer but the given one."""
+    config = json.loads((TINY_MOE / "config.json").read_text()) | {"eos_token_id": None}
+    for name, values in {"config.json": {}, **files}.items():
+        whole = {**config, **values} if name == "config.json" else values
+        (folder / name).write_text(json.dumps(whole))
+    (folder / "model.safetensors").symlink_to(TINY_MOE / "model.safetensors")
+    return folder
+
+
+def ends_of(folder: Path) -> tuple[int, ...]:
+    return read_model(Checkpoint(folder))[1].eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({}, ()),
+        ({"config.json": {"eos_token_id": 3}}, (3,)),
+        ({"config.json": {"eos_token_id": 3}, "generation_config.json": {"eos_token_id": [5, 3]}}, (5, 3)),
+        ({"config.json": {"eos_token_id": -1}}, ()),
+        ({"config.json": {"eos_token_id": [-1, 2047, 2048]}}, (2047,)),
+        ({**NAMED, "added_tokens.json": {"<|im_end|>": 7}}, (7,)),
+        ({**NAMED, "config.json": {"eos_token_id": 0}, "added_tokens.json": {"<|im_end|>": 7}}, (0, 7)),
+        ({**NAMED, "added_tokens.json": {"<|im_end|>": 2048}}, ()),
+        ({**NAMED, "tokenizer.json": {"added_tokens": [{"id": 9, "content": "<|im_end|>"}]}}, (9,)),
+        ({**NAMED, "tokenizer.json": {"model": {"vocab": {"a": 0, "<|im_end|>": 11}}}}, (11,)),
+        ({**NAMED, "tokenizer.json": {"model": {"vocab": [["a", -1.5], ["<|im_end|>", 0.0]]}}}, (1,)),
+        ({**NAMED, "vocab.json": {"<|im_end|>": 13}}, (13,)),
+        ({**NAMED, "vocab.json": {"another": 13}}, ()),
+        (
+            {
+                "tokenizer_config.json": {
+                    "eos_token": {"content": "<|im_end|>", "special": True},
+                    "added_tokens_decoder": {"17": {"content": "<|im_end|>"}},
+                }
+            },
+            (17,),
+        ),
+        ({"special_tokens_map.json": {"eos_token": "</s>"}, "vocab.json": {"</s>": 2}}, (2,)),
+        ({"tokenizer_config.json": {"eos_token": None}, "vocab.json": {"</s>": 2}}, ()),
+    ],
+)
+def test_the_stop_set_is_all_that_the_checkpoint_says(tmp_path: Path, files: Files, ends: tuple[int, ...]) -> None:
+    assert ends_of(checkpoint_of(tmp_path, files)) == ends
+
+
+def test_a_broken_tokenizer_is_left_to_who_loads_it(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path, NAMED)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert ends_of(tmp_path) == ()
+
+
+def test_generation_ends_at_the_tokenizers_token(tmp_path: Path) -> None:
+    prompt, params = [40, 300, 7, 12], SamplingParams(max_tokens=12, ignore_eos=True)
+    with ModelRunner(TINY_MOE, num_kv_blocks=8) as runner:
+        [whole] = generate(runner, [prompt], params)
+    token = whole.token_ids[5]
+    checkpoint_of(tmp_path, {**NAMED, "added_tokens.json": {"<|im_end|>": token}})
+    with ModelRunner(tmp_path, num_kv_blocks=8) as runner:
+        [ended] = generate(runner, [prompt], SamplingParams(max_tokens=12))
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+    assert ended.finish_reason == "stop"
+
+
+def test_an_id_below_zero_forbids_no_token(tmp_path: Path) -> None:
+    """Before, -1 with `min_tokens` forbade the vocabulary's last token."""
+    last = 2047
+    checkpoint_of(tmp_path, {"config.json": {"eos_token_id": -1}})
+    params = SamplingParams(max_tokens=2, min_tokens=2, logit_bias=((last, 100.0),))
+    with ModelRunner(tmp_path, num_kv_blocks=8) as runner:
+        assert generate(runner, [[40, 300]], params)[0].token_ids == (last, last)
+
+
+def test_default_size_is_about_100_million() -> None:
+    total = sum(math.prod(shape) for shape in weights_of(RandomQwen3Moe(), torch.bfloat16).shapes.values())
+    assert 100e6 < total < 110e6
+
+
+@pytest.mark.parametrize(("tied", "layers_per_shard"), [(True, 1), (False, None)])
+def test_transformers_agrees(tmp_path: Path, tied: bool, layers_per_shard: int | None) -> None:
+    size = RandomQwen3Moe(**{**vars(TINY), "tie_word_embeddings": tied})
+    path = make_random_qwen3_moe(tmp_path / "model", 5, size=size, layers_per_shard=layers_per_shard)
+    assert (path / "model.safetensors").exists() == (layers_per_shard is None)
+    reference = load_reference(path)
+    prompts = [[1, 2, 3, 4], [60, 5]]
+    with ModelRunner(path, num_kv_blocks=16, block_size=8) as runner:
+        outputs = generate(runner, prompts, SamplingParams(max_tokens=8))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens, logits = reference_greedy(reference, prompt, 8)
+        assert list(output.token_ids) == tokens
+        assert all(0.1 < step.std() < 10 for step in logits)  # neither dead nor exploding
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    first, again, other = (
+        make_random_qwen3_moe(tmp_path / name, seed, size=TINY, layers_per_shard=None)
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    read = [(path / "model.safetensors").read_bytes() for path in (first, again, other)]
+    assert read[0] == read[1] != read[2]
+    assert json.loads((first / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+def test_shards_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="layers_per_shard"):
+        make_random_qwen3_moe(tmp_path, layers_per_shard=0)

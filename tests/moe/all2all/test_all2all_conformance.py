@@ -17,7 +17,7 @@ from repository import TINY_MOE
 from torch import Tensor
 
 import moe
-from model_runner.parallel.transport import make_transport
+from model_runner.parallel.expert_parallel import make_transport
 from moe import (
     All2All,
     BatchedDispatch,

@@ -18,7 +18,7 @@ from speculating import NEW, PROMPTS, VOCAB, Drafting, chain, check, speculate, 
 from model_runner import ModelRunner, Request, SamplingParams, SamplingRow, ScheduledRequest, generate
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
 from model_runner.sampling.sampling_params import BadSequences
-from model_runner.speculation.accept import Acceptance, DraftRows, sample_by_rejection
+from model_runner.speculation import Acceptance, DraftRows, sample_by_rejection
 from serving.engine import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig

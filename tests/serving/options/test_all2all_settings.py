@@ -19,8 +19,8 @@ import torch
 from repository import TINY_MOE
 
 from model_runner import ModelRunner, Step
-from model_runner.graphs.mode import capturable_families
-from model_runner.parallel.transport import check_schedules, most_chunks
+from model_runner.graphs.runner_graphs import capturable_families
+from model_runner.parallel.expert_parallel import check_schedules, most_chunks
 from model_runner.step.graph_sizes import graph_families
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
 from serving.engine.rank.runner_setup import describe_transport

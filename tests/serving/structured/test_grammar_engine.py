@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_mtp_checkpoint
 from engine_mains import core_over
 from fake_runner import be_optimistic
 from grammars import Later, compiler, made, regex, schema
-from mtp_checkpoint import make_mtp_checkpoint
 from repository import TINY_CHAT, TINY_MOE
 
 from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate

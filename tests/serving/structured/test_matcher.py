@@ -12,7 +12,7 @@ from grammars import compiler, regex, schema
 from repository import TINY_CHAT
 
 from model_runner import GrammarRows, RequestError
-from model_runner.sampling.grammar import fill_masks
+from model_runner.sampling.rows import fill_masks
 from serving.structured import matcher as matchers
 from serving.structured.matcher import GrammarCompiler, Matcher
 from serving.structured.tokenizer import grammar_tokenizer, load_grammar_tokenizer

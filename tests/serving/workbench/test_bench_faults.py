@@ -13,7 +13,7 @@ import torch
 from repository import TINY_MOE
 
 from model_runner import SamplingParams
-from model_runner.sampling.draws import uniform
+from model_runner.sampling.rows import uniform
 from serving.workbench.bench.faults import Options, run
 from serving.workbench.bench.faults.answers import Answer, Asked, Choice
 from serving.workbench.bench.faults.asked import KINDS, make_requests, with_stops

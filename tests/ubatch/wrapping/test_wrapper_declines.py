@@ -177,7 +177,7 @@ ELSEWHERE = {
         DeclineReason.SCHEDULES_DIFFER,
         DeclineReason.MODES_DIFFER,
     },
-    "test_runner_kv_order.py, test_runner_dp.py, test_step_settings.py": {
+    "test_runner_kv_order.py, test_runner_input_batch.py, test_step_settings.py": {
         DeclineReason.KV_ORDER,
         DeclineReason.MODE_NOT_SPLIT,
         DeclineReason.NO_GAIN_EXPECTED,

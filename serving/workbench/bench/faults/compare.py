@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from model_runner import SamplingParams, sample
-from model_runner.sampling.draws import uniform
-from model_runner.sampling.penalties import SamplingRow, adjust_logits
+from model_runner.sampling.rows import SamplingRow, adjust_logits, uniform
 from serving.workbench.bench.faults.answers import Answer, Asked, Choice
 
 NEAR = 1e-4

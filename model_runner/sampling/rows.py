@@ -1,4 +1,4 @@
-"""Changes to a row's logits before temperature: penalties, bias, and forbidden tokens.
+"""How a row of logits is sampled: its random number, and the changes before temperature, such as penalties and masks.
 
     grammar      -inf for tokens that the grammar does not allow
     allowed      -inf for all other tokens
@@ -13,21 +13,147 @@ The order is vLLM's, so a bias is divided by the repetition penalty, too.
 
 Only the affected tokens are read and written, by flat index `row * vocab + token`: a history is much shorter than a
 vocabulary.
+
+A grammar says which tokens may come next in an output, as masks of one bit per token:
+
+    advance    a request's grammar takes in the tokens that were generated since
+    fill       the masks of all rows that have a grammar, of all requests at once: the row after the output so far, and
+               one per node of the drafts
+    forbid     the masks go to the device in one copy, and are applied to the logits of all their rows at once
+
+A grammar is a function of its text and the output. Nothing in it depends on the batch, and a request that was retracted
+keeps it. What a grammar is and how its text is read is the caller's matter (`serving.structured` has one).
+
+A mask is `[words]` int32: bit `t % 32` of word `t // 32` says whether token `t` is allowed.
+
+Random numbers depend only on a seed and an index. A request's output token `i` uses number `i` of its seed. So the
+number does not depend on the rest of the batch, on the order of sampling, or on repetitions after a retraction. A
+generator with a state could not guarantee that. Source: SplitMix64, the output function of Steele, Lea and Flood, 2014.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from model_runner.errors import RequestError
-from model_runner.sampling.grammar import forbid
+from model_runner.kernels import small_ops
 from model_runner.sampling.sampling_params import SamplingParams
+from ubatch.kernels import runs_in_c
 from ubatch.streams import to_device
 
+
+class TokenGrammar(Protocol):
+    """The state of one output's grammar.
+
+    Attributes:
+        num_tokens: output tokens that it has taken in.
+        failure: why it cannot go on; empty while it can. It then allows no token.
+        masks: fills the masks of this grammar, and of all that have the same one.
+    """
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def failure(self) -> str: ...
+
+    @property
+    def masks(self) -> MaskFiller: ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take in the output's next tokens. A token that it does not allow is a failure."""
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow one after the other; the state does not change."""
+
+
+class GrammarRows(NamedTuple):
+    """The rows of one request.
+
+    Attributes:
+        first: index of its root's mask; those of its drafts follow.
+        drafts: the drafts that follow the output.
+        parents: see `ScheduledRequest.parents`.
+    """
+
+    grammar: TokenGrammar
+    first: int
+    drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+
+
+class MaskFiller(Protocol):
+    """Fills masks of many grammars at once.
+
+    Attributes:
+        words: length of a mask; enough for the model's vocabulary.
+    """
+
+    @property
+    def words(self) -> int: ...
+
+    def fill(self, requests: Sequence[GrammarRows], masks: Tensor) -> None:
+        """Write the masks of these requests.
+
+        Args:
+            masks: `[M, words]` int32 on the host, dense, zeros. What follows a refused draft, and all rows of a grammar
+                that has failed, stay 0.
+        """
+
+
+class StepMasks(NamedTuple):
+    """The masks of a step's rows.
+
+    Attributes:
+        masks: `[M, words]` int32, on the host.
+        greedy: row -> its mask, of rows that take the most likely token that their grammar allows. The others have a
+            `SamplingRow`, with its mask.
+    """
+
+    masks: Tensor
+    greedy: Mapping[int, int]
+
+
+def fill_masks(requests: Sequence[GrammarRows]) -> Tensor:
+    """The masks of these requests, at least one: `[M, words]` int32 on the host."""
+    last, filler = requests[-1], requests[0].grammar.masks
+    masks = torch.zeros(last.first + 1 + len(last.drafts), filler.words, dtype=torch.int32)
+    filler.fill(requests, masks)
+    return masks
+
+
+def forbid(logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
+    """Set the logits of tokens whose bit is 0 to -inf, in place.
+
+    Args:
+        logits: `[R, vocab]` float32, dense.
+        rows: `[n]` int64, the rows of these masks; None for all, in their order.
+        masks: `[n, words]` int32, dense, on the device of the logits.
+    """
+    if runs_in_c(logits):
+        small_ops.forbid(logits, rows, masks)
+    else:
+        forbid_reference(logits, rows, masks)
+
+
+def forbid_reference(logits: Tensor, rows: Tensor | None, masks: Tensor) -> None:
+    """See `forbid`."""
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
+    forbidden = (masks.view(torch.uint8)[:, :, None] & bits == 0).flatten(1)[:, : logits.shape[1]]
+    if rows is None:
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
+
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 _NO_BIASES = torch.empty(0)
 _NO_MASKS = torch.empty(0, 0, dtype=torch.int32)
@@ -60,7 +186,7 @@ def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow], masks: Tensor | N
 
     Args:
         logits: `[R, vocab]`.
-        masks: `[M, words]` int32 on the host, of the rows with a grammar; see `model_runner.sampling.grammar`.
+        masks: `[M, words]` int32 on the host, of the rows with a grammar; see `model_runner.sampling.rows`.
 
     Raises:
         RequestError: a token is outside the vocabulary.
@@ -128,3 +254,25 @@ def _flat(tokens: Mapping[int, Tensor], vocab: int) -> Tensor:
     if highest >= vocab:
         raise RequestError(f"token {highest} of a logit bias or stop list; the vocabulary is 0 to {vocab - 1}.")
     return torch.cat([_NO_TOKENS, *(own + row * vocab for row, own in tokens.items())])
+
+
+def uniform(seed: int, index: int) -> float:
+    """Number `index` of `seed`: 53 random bits, at least 0 and below 1.
+
+    Args:
+        seed: any integer; only the lowest 64 bits are used.
+        index: 0 or more.
+    """
+    # The seed is mixed first, so that sequences of neighbouring seeds do not overlap.
+    return (_mix(_mix(seed & _WORD) + (index + 1) * _GOLDEN & _WORD) >> 11) * 2.0**-53
+
+
+def fresh_seed() -> int:
+    """A random 64-bit seed from the operating system."""
+    return int.from_bytes(os.urandom(8), "little")
+
+
+def _mix(word: int) -> int:
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+    return word ^ (word >> 31)

@@ -2,7 +2,16 @@
 
 The first `first_k_dense_replace` layers are dense. V2-Lite does not compress its queries and does not limit groups.
 
-Source: DeepSeek-V2 (2024) and the `DeepseekV2ForCausalLM` checkpoints on the Hugging Face hub.
+DeepSeek-V3 (and R1): DeepSeek-V2 with a sigmoid router whose bias balances the experts' load.
+
+GLM-4.5: attention that rotates half of every head, and DeepSeek-V3's router with shared experts. The first
+`first_k_dense_replace` layers are dense. Queries and keys are normalised where `use_qk_norm` says so.
+
+The multi-token-prediction layer after V3's and GLM's last decoder layer is not loaded here (see
+`model_runner.models.draft_heads`).
+
+Source: DeepSeek-V2, DeepSeek-V3 (2024), GLM-4.5 (2025) and the `DeepseekV2ForCausalLM`, `DeepseekV3ForCausalLM` and
+`Glm4MoeForCausalLM` checkpoints on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -11,15 +20,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from attention import MLAShape
-from model_runner.decoder.config import DecoderConfig, MoEConfig, read_decoder, read_num_experts, read_top_k
+from model_runner.decoder.config import (
+    DecoderConfig,
+    MoEConfig,
+    read_decoder,
+    read_grouped_query,
+    read_num_experts,
+    read_top_k,
+)
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope, read_rope
-from model_runner.weights.hf_config import HFConfig
-from moe import GroupLimitedRouter, Router
+from model_runner.models.draft_heads import LayersBehind
+from model_runner.weights.files import HFConfig
+from moe import GroupLimitedRouter, Router, SigmoidTopKRouter
 
 
 class DeepseekV2ForCausalLM(DecoderLM):
-    """The model. See `CausalLM`."""
+    """DeepSeek-V2. See `CausalLM`."""
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
@@ -81,3 +98,39 @@ def _read_latent(config: HFConfig, rope: Rope) -> MLAShape:
     if rotated % 2:
         raise config.wrong("qk_rope_head_dim", rotated, "an even number, for rotary embeddings")
     return MLAShape(heads, rank, nope, rotated, values, scale=(nope + rotated) ** -0.5 * rope.softmax_factor)
+
+
+class DeepseekV3ForCausalLM(LayersBehind):
+    """DeepSeek-V3. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        for name, known in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+            if config.values.get(name, known) != known:
+                raise config.wrong(name, config.values[name], repr(known))
+        router = read_sigmoid_router(config, config.number("routed_scaling_factor"))
+        return read_deepseek(config, generation, router, rope_interleaved=config.flag("rope_interleave", True))
+
+
+def read_sigmoid_router(config: HFConfig, scale: float) -> SigmoidTopKRouter:
+    """The router of a family, whose weights are multiplied by `scale`; errors as `read_groups`."""
+    renormalize = config.flag("norm_topk_prob", True)
+    return SigmoidTopKRouter(read_top_k(config), *read_groups(config), renormalize=renormalize, scale=scale)
+
+
+class Glm4MoeForCausalLM(LayersBehind):
+    """GLM-4.5. See `CausalLM`."""
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        router = read_sigmoid_router(config, config.number("routed_scaling_factor", 1.0))
+        first = config.integer("first_k_dense_replace", default=1, at_least=0)
+        moe = read_shared_moe(config, range(first, config.integer("num_hidden_layers")), router)
+        rope = read_rope(config, default_partial=0.5)
+        attention = read_grouped_query(config)
+        bias, norm = config.flag("attention_bias", False), config.flag("use_qk_norm", False)
+        return read_decoder(
+            config, generation, attention, rope=rope, moe=moe, default_eps=1e-5, qkv_bias=bias, qk_norm=norm
+        )

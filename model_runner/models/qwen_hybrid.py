@@ -1,28 +1,33 @@
 """Qwen3-Next: linear attention in most layers, gated grouped-query attention in the others, and a MoE in every layer.
 
-Layers with linear attention keep a recurrent state per request (`model_runner.decoder.gated_delta_net`). The
-multi-token-prediction layer in published checkpoints is not loaded here (see `model_runner.models.mtp`).
+Layers with linear attention keep a recurrent state per request (`model_runner.decoder.layers`). The
+multi-token-prediction layer in published checkpoints is not loaded here (see `model_runner.models.draft_heads`).
 
-Source: the `Qwen3NextForCausalLM` checkpoints on the Hugging Face hub (2025).
+Qwen3.5-MoE: the text model, which is Qwen3-Next with its projections of linear attention stored apart. Checkpoints of
+the whole model (`Qwen3_5MoeForConditionalGeneration`) can be read; what sees images is left out.
+
+Source: the `Qwen3NextForCausalLM` (2025) and `Qwen3_5MoeForConditionalGeneration` (2026) checkpoints on the Hugging
+Face hub.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attention import GatedDeltaShape
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query
 from model_runner.decoder.rope import read_rope
-from model_runner.models.mtp import LayersApart
-from model_runner.models.qwen2_moe import read_gated_moe, read_sparse_layers
-from model_runner.weights.hf_config import HFConfig
+from model_runner.models.draft_heads import LayersApart
+from model_runner.models.qwen import read_gated_moe, read_sparse_layers
+from model_runner.weights.files import HFConfig
+from model_runner.weights.weights import Checkpoint
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 class Qwen3NextForCausalLM(LayersApart):
-    """The model. See `CausalLM`."""
+    """Qwen3-Next. See `CausalLM`."""
 
     @classmethod
     def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
@@ -70,3 +75,37 @@ def _linear_layers(config: HFConfig) -> frozenset[int]:
         wanted = f"{_LINEAR!r} or {_FULL!r} for each of its {num_layers} layers, {_FULL!r} at least once"
         raise config.wrong("layer_types", kinds, wanted)
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
+
+
+class Qwen35MoeForCausalLM(LayersApart):
+    """The text model of Qwen3.5-MoE. See `CausalLM`."""
+
+    tensor_prefix = "model"
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        layers = range(config.integer("num_hidden_layers"))
+        # It has no dense MLP, and its config no size of one.
+        config = HFConfig({"intermediate_size": config.integer("moe_intermediate_size"), **config.values}, config.path)
+        return read_hybrid(config, generation, sparse=layers, renormalize=True, tensor_prefix=cls.tensor_prefix)
+
+
+class Qwen35MoeForConditionalGeneration(Qwen35MoeForCausalLM):
+    """Qwen3.5-MoE: the text model of a checkpoint that can see. See `CausalLM`."""
+
+    tensor_prefix = "model.language_model"
+
+    @classmethod
+    def read_config(cls, config: HFConfig, generation: HFConfig) -> DecoderConfig:
+        """See `CausalLM.read_config`."""
+        text = config.values.get("text_config")
+        if not isinstance(text, dict):
+            raise config.wrong("text_config", text, "the settings of its text model")
+        values = {"tie_word_embeddings": config.flag("tie_word_embeddings", False), **text}
+        return super().read_config(HFConfig(values, config.path), generation)
+
+    @classmethod
+    def left(cls, config: DecoderConfig, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """See `CausalLM.left`."""
+        return {**super().left(config, checkpoint), "vision tower, which is not served": r"model\.visual\..*"}
