@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 from model_runner import RequestError
 from serving.requests import QueueFull
 from serving.structured.grammar import After, grammar_text
-from serving.structured.lark import special_tokens
 from serving.structured.limits import LIMITS, MAX_COMPILE_BYTES, MAX_COMPILE_S, MAX_KNOWN, MAX_WAIT_S, MAX_WAITING
 from serving.structured.params import StructuredOutputsParams
+from serving.structured.writing import special_tokens
 from ubatch.errors import shown
 
 if TYPE_CHECKING:

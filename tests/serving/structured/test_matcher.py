@@ -14,8 +14,7 @@ from repository import TINY_CHAT
 from model_runner import GrammarRows, RequestError
 from model_runner.sampling.grammar import fill_masks
 from serving.structured import matcher as matchers
-from serving.structured.matcher import GrammarCompiler, Matcher
-from serving.structured.tokenizer import grammar_tokenizer, load_grammar_tokenizer
+from serving.structured.matcher import GrammarCompiler, Matcher, grammar_tokenizer, load_grammar_tokenizer
 from serving.text.tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")

@@ -10,7 +10,7 @@ from forms import refusal
 from llguidance import LLMatcher
 from vllm_schemas import NOT_LOOKED_AT, REFUSED_BY_XGRAMMAR, STRICTER, XGRAMMAR_FORMATS
 
-from serving.structured import formats
+from serving.structured.patterns import LIBRARY_FORMATS, OWN_FORMATS, REFUSED_FORMATS
 from serving.structured.schema import REFUSED
 
 VALUES: dict[str, Any] = {"uniqueItems": True, "minContains": 2, "maxContains": 2, "propertyNames": {"maxLength": 1}}
@@ -37,14 +37,14 @@ def test_refused_keywords_are_refused_there(keyword: str) -> None:
         assert refusal(json=schema)
 
 
-@pytest.mark.parametrize("name", sorted(formats.REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED_FORMATS))
 def test_refused_formats_are_refused_there(name: str) -> None:
     assert name not in XGRAMMAR_FORMATS
     assert "Unknown format" in fault_of_guidance({"type": "string", "format": name})
 
 
 def test_formats_that_are_taken_there_are_taken() -> None:
-    assert formats.OWN.keys() | formats.LIBRARY >= XGRAMMAR_FORMATS
+    assert OWN_FORMATS.keys() | LIBRARY_FORMATS >= XGRAMMAR_FORMATS
 
 
 @pytest.mark.parametrize("keyword", STRICTER)

@@ -19,7 +19,7 @@ from schema_features import FEATURES
 from schema_tools import TOOLS
 
 from serving.structured import StructuredOutputsParams, grammar_text, limits
-from serving.structured.tokenizer import grammar_tokenizer
+from serving.structured.matcher import grammar_tokenizer
 from serving.text.tokenizer import load_tokenizer
 
 SCHEMAS: Mapping[str, Any] = {**FEATURES, **TOOLS}

@@ -81,7 +81,7 @@ def tokenizer() -> Any:
 def test_a_form_comes_after_the_reasoning(tokenizer: Any, before: Any, text: str, fits: bool) -> None:
     """Here harmony's marks are other tokens of the tokenizer."""
     llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
-    from serving.structured.tokenizer import grammar_tokenizer
+    from serving.structured.matcher import grammar_tokenizer
 
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
