@@ -37,8 +37,7 @@ from serving.api.http.connections import (
     most_connections,
     raise_file_limit,
 )
-from serving.api.http.counted import HttpMetrics
-from serving.api.request_log import RequestLog
+from serving.api.request_log import HttpMetrics, RequestLog
 from serving.engine.client import EngineClient
 from serving.engine.launch import EngineMain
 from serving.engine.rank.process import run_engine

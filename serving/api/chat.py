@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Self
 
-from serving.api.allowed_tokens import allowed_tokens
 from serving.api.answer import NOT_ENDED, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import chat_logprobs
@@ -23,13 +22,21 @@ from serving.api.prompts import (
     encode,
     truncated,
 )
-from serving.api.sampling import sampling_params
+from serving.api.sampling import allowed_tokens, output_grammar, sampling_params
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.service import Service
-from serving.api.structured import output_grammar
-from serving.api.tools import forced_form, named_tool, turn_plan
-from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of, preamble
+from serving.api.turns import (
+    OutputTurn,
+    chunks_of,
+    forced_form,
+    hidden_marks,
+    make_turns,
+    message_of,
+    named_tool,
+    preamble,
+    turn_plan,
+)
 from serving.turns import Before
 
 _NOTHING_ELSE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls", *REASONING))

@@ -21,9 +21,21 @@ from pydantic import ValidationError
 from model_runner import RequestError
 from serving.api.schema.errors import ApiError, validation_error
 from serving.api.schema.request_models import ChatCompletionRequest
-from serving.api.schema.responses_input import FunctionCall, FunctionCallOutput, Item, Message, Reasoning, Text
-from serving.api.schema.responses_request import AS_IN_CHAT, ResponsesRequest
-from serving.api.schema.responses_tools import AllowedTools, ChosenFunction, FunctionTool, JsonSchemaForm, TextFormat
+from serving.api.schema.responses_request import (
+    AS_IN_CHAT,
+    AllowedTools,
+    ChosenFunction,
+    FunctionCall,
+    FunctionCallOutput,
+    FunctionTool,
+    Item,
+    JsonSchemaForm,
+    Message,
+    Reasoning,
+    ResponsesRequest,
+    Text,
+    TextFormat,
+)
 from ubatch.errors import shown
 
 _NAMES = (

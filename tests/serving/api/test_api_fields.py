@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from pydantic import BaseModel
 from repository import ROOT
 
-from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
+from serving.api.sampling import MAX_ALLOWED_OF_ALL
 from serving.api.schema import unsupported_fields
 from serving.api.schema.request_models import (
     ChatCompletionRequest,

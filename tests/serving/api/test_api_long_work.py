@@ -13,9 +13,9 @@ from api_bodies import Exchange
 from api_clients import app_of, client_of
 from fake_engine import FakeEngine
 
-from serving.api import long_work
-from serving.api.long_work import SHORT_BYTES, THREADS, LongWork
+from serving.api import service
 from serving.api.schema.errors import ApiError
+from serving.api.service import SHORT_BYTES, THREADS, LongWork
 from serving.requests import QueueFull
 
 
@@ -89,7 +89,7 @@ def test_bodies_of_many_pieces_take_turns_with_others() -> None:
 
 
 def test_work_that_nobody_waits_for_is_dropped(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_work, "WAITING_BYTES", 3 * SHORT_BYTES)
+    monkeypatch.setattr(service, "WAITING_BYTES", 3 * SHORT_BYTES)
 
     async def run() -> None:
         work = LongWork(lambda: False)
@@ -112,8 +112,8 @@ def test_work_that_nobody_waits_for_is_dropped(gate: Gate, monkeypatch: pytest.M
 
 
 def test_of_work_that_was_put_back_only_what_is_left_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_work, "WAITING_BYTES", 11 * SHORT_BYTES)
-    monkeypatch.setattr(long_work, "THREADS", 1)
+    monkeypatch.setattr(service, "WAITING_BYTES", 11 * SHORT_BYTES)
+    monkeypatch.setattr(service, "THREADS", 1)
 
     async def run() -> None:
         work = LongWork(lambda: False)

@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from repository import ROOT
 
 from serving.api.http.routes import router
-from serving.api.schema.not_offered import NOT_OFFERED, elsewhere, why_not
+from serving.api.schema.errors import NOT_OFFERED, elsewhere, why_not
 
 DOCUMENT = ROOT / "docs" / "api.md"
 OURS = {getattr(route, "path", "") for route in router.routes}

@@ -9,7 +9,7 @@ from api_bodies import refused
 from api_clients import ASKS, CHAT, COMPLETIONS, post
 from fake_engine import FakeEngine
 
-from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
+from serving.api.sampling import MAX_ALLOWED_OF_ALL
 
 pytestmark = pytest.mark.long
 

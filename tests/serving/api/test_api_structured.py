@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from repository import ROOT
 
 from serving.api.schema.errors import validation_error
-from serving.api.schema.structured_fields import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from serving.api.schema.request_models import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from serving.structured.patterns import LIBRARY_FORMATS, OWN_FORMATS, REFUSED_FORMATS
 from serving.structured.schema import REFUSED as REFUSED_KEYWORDS
 

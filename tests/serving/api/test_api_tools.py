@@ -14,7 +14,7 @@ from api_clients import CHAT, MODEL, app_with, chat, client_of, events_of, post,
 from fake_engine import FakeEngine
 from fastapi import FastAPI
 
-from serving.api.schema.tool_models import MAX_TOOLS
+from serving.api.schema.request_models import MAX_TOOLS
 from serving.text.tokenizer import Vocabulary
 from serving.turns import TurnSettings
 

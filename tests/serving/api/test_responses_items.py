@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.api.responses.items import OutputItems
+from serving.api.responses.answer import OutputItems
 from serving.turns import ToolCallDelta, TurnDelta
 
 CALL = ToolCallDelta(0, "call_a", "add", '{"a":')
