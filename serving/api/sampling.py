@@ -10,7 +10,7 @@ from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import GenerationRequest, ResponseFormat
 from serving.api.service import Service
 from serving.structured import After, StructuredOutputsParams
-from serving.text.bad_words import bad_token_sequences
+from serving.text.words import bad_token_sequences
 from ubatch.errors import shown
 
 _MAX_DIGITS = 20

@@ -16,7 +16,7 @@ from serving.api.schema.errors import ApiError, engine_dead, shutting_down
 from serving.metrics import RequestMetrics, make_registry
 from serving.requests import QueueFull
 from serving.structured import GrammarChecks
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 from ubatch.errors import shown
 
 if TYPE_CHECKING:

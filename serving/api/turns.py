@@ -7,44 +7,29 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from model_runner import FinishReason, RequestError
-from serving.api.generation import Delta, Output
+from serving.api.generation import Delta
 from serving.api.prompts import REASONING
+from serving.api.sampling import output_grammar
 from serving.api.schema.errors import ApiError
-from serving.api.schema.request_models import (
-    ChatCompletionRequest,
-    ChatMessage,
-    GenerationRequest,
-    NamedToolChoice,
-    Tool,
-)
+from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage, NamedToolChoice, Tool
 from serving.api.service import Service
-from serving.structured import StructuredOutputsParams
+from serving.structured import After, Messages, Preamble, StructuredOutputsParams
 from serving.text.tokenizer import Vocabulary
-from serving.turns import (
-    Before,
-    ToolCallDelta,
-    TurnDelta,
-    TurnParser,
-    TurnPlan,
-    TurnSettings,
-    make_turn_parser,
-    marks_of,
-)
+from serving.turns.marked import ToolCallDelta, TurnDelta, TurnParser
+from serving.turns.parsers import Before, TurnPlan, TurnSettings, marks_of
 from ubatch.errors import shown
-
-if TYPE_CHECKING:
-    from serving.structured import After
 
 _LITERAL = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are no schemas."""
 _IN_CALLS = re.compile(r"items\.anyOf\.(\d+)\.properties\.parameters[.:]\s*")
 """Where the schema of all calls has a tool's parameters."""
+_TOOL_CALLS = "tool_calls"
+"""The finish reason of an output that ended with calls."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -81,8 +66,8 @@ def turn_plan(service: Service, body: ChatCompletionRequest) -> TurnPlan:
     )
 
 
-def forced_form(tools: Sequence[Tool], plan: TurnPlan) -> StructuredOutputsParams | None:
-    """The form of an output that must be calls: see `serving.turns.formats.forced`. None if none is forced.
+def _forced_form(tools: Sequence[Tool], plan: TurnPlan) -> StructuredOutputsParams | None:
+    """The form of an output that must be calls: see `serving.turns.formats.as_json`. None if none is forced.
 
     Objects have the properties that they list, unless their schema says otherwise: others are no parameters.
     """
@@ -106,11 +91,17 @@ def forced_form(tools: Sequence[Tool], plan: TurnPlan) -> StructuredOutputsParam
     return StructuredOutputsParams(json=whole, disable_additional_properties=True)
 
 
-@contextmanager
-def named_tool(tools: Sequence[Tool], plan: TurnPlan) -> Iterator[None]:
-    """Errors about the form of forced calls name the tool whose parameters are at fault, if they say where."""
+async def turn_grammar(service: Service, body: ChatCompletionRequest, plan: TurnPlan, before: Before) -> str | None:
+    """The grammar of a turn: of the form that the request asks for, or of calls that are forced, after the reasoning.
+
+    Raises:
+        RequestError, ApiError, QueueFull: see `output_grammar`. Errors about the form of forced calls name the tool
+            whose parameters are at fault, if they say where.
+    """
+    tools = body.tools or ()
     try:
-        yield
+        forced = _forced_form(tools, plan)
+        return await output_grammar(service, body, forced=forced, after=_preamble(service.turns, before))
     except RequestError as error:
         place, rest = None, str(error).removeprefix("tools: ")
         if isinstance(plan.forced, str):
@@ -158,10 +149,6 @@ def _num_calls(messages: Sequence[ChatMessage]) -> int:
     return sum(len(calls) for calls in found if isinstance(calls, list))
 
 
-TOOL_CALLS = "tool_calls"
-"""The finish reason of an output that ended with calls."""
-
-
 @dataclass
 class OutputTurn:
     """One output's turn.
@@ -169,6 +156,7 @@ class OutputTurn:
     Attributes:
         named: the request names the call: then OpenAI's finish reason is not `tool_calls`.
         streamed: the parts are sent as they come, and not kept.
+        with_reasoning: the client gets the reasoning.
         new: what the last delta has brought.
         parts: all that was kept.
         finish_reason: why the turn has ended; None before.
@@ -178,6 +166,7 @@ class OutputTurn:
     parser: TurnParser
     named: bool
     streamed: bool
+    with_reasoning: bool
     new: TurnDelta = field(default_factory=TurnDelta)
     parts: list[TurnDelta] = field(default_factory=list)
     finish_reason: str | None = None
@@ -192,17 +181,44 @@ class OutputTurn:
         if delta.finish_reason is not None:
             new = _together((new, parser.finish()))
             stopped = delta.finish_reason == FinishReason.STOP.value
-            self.finish_reason = TOOL_CALLS if stopped and parser.num_calls and not self.named else delta.finish_reason
+            self.finish_reason = _TOOL_CALLS if stopped and parser.num_calls and not self.named else delta.finish_reason
         self.new = new
         if not self.streamed:
             self.parts.append(new)
 
-    def whole(self) -> TurnDelta:
-        """All parts that were kept, as one."""
-        return _together(self.parts)
+    def message(self) -> dict[str, Any]:
+        """The parts of a whole answer's message; null content beside calls, or where all is reasoning."""
+        turn = _together(self.parts)
+        message: dict[str, Any] = {"content": turn.content}
+        if not turn.content and (turn.tool_calls or turn.reasoning):
+            message["content"] = None
+        message |= self._reasoning(turn)
+        if turn.tool_calls:
+            calls: dict[int, dict[str, Any]] = {}
+            for part in turn.tool_calls:
+                call = calls.setdefault(part.index, _call(part))
+                call["function"]["arguments"] += part.arguments
+            message["tool_calls"] = [*calls.values()]
+        return message
+
+    def chunks(self) -> list[dict[str, Any]]:
+        """The deltas of a stream's events: one of reasoning and content, then one for each part of a call."""
+        chunks: list[dict[str, Any]] = []
+        said = self._reasoning(self.new)
+        if self.new.content:
+            said["content"] = self.new.content
+        if said:
+            chunks.append(said)
+        for part in self.new.tool_calls:
+            call = {"function": {"arguments": part.arguments}} if part.name is None else _call(part)
+            chunks.append({"tool_calls": [{"index": part.index, **call}]})
+        return chunks
+
+    def _reasoning(self, turn: TurnDelta) -> dict[str, str]:
+        return dict.fromkeys(REASONING, turn.reasoning) if turn.reasoning and self.with_reasoning else {}
 
 
-def hidden_marks(service: Service, body: GenerationRequest, plan: TurnPlan) -> Mapping[str, int]:
+def hidden_marks(service: Service, body: ChatCompletionRequest, plan: TurnPlan) -> Mapping[str, int]:
     """The parser's marks that are special tokens, with their ids, where a client should not see such tokens."""
     if body.skip_special_tokens is False:
         return {}
@@ -211,70 +227,14 @@ def hidden_marks(service: Service, body: GenerationRequest, plan: TurnPlan) -> M
     return {mark: token for mark, token in ids.items() if token is not None}
 
 
-def preamble(settings: TurnSettings, before: Before) -> After | None:
+def _preamble(settings: TurnSettings, before: Before) -> After | None:
     """The reasoning that may come before an answer's own form; None where there is none."""
-    from serving.structured import Messages, Preamble
-
     if settings.harmony:
         return Messages()
     reasoning = settings.reasoning
     if reasoning is None or reasoning.is_over(before):
         return None
     return Preamble(reasoning.begin, reasoning.end, reasoning.has_begun(before))
-
-
-def make_turns(
-    service: Service,
-    outputs: Sequence[Output],
-    plan: TurnPlan,
-    *,
-    before: Before,
-    streamed: bool,
-    hidden: Mapping[str, int],
-) -> dict[int, OutputTurn]:
-    """A turn for each output, by its index; see `make_turn_parser`."""
-    return {
-        output.index: OutputTurn(
-            make_turn_parser(service.turns, plan, before=before, streamed=streamed, hidden=hidden.keys()),
-            named=isinstance(plan.forced, str),
-            streamed=streamed,
-        )
-        for output in outputs
-    }
-
-
-def message_of(turn: TurnDelta, *, with_reasoning: bool) -> dict[str, Any]:
-    """The parts of a whole answer's message; null content beside calls, or where all is reasoning."""
-    message: dict[str, Any] = {"content": turn.content}
-    if not turn.content and (turn.tool_calls or turn.reasoning):
-        message["content"] = None
-    if turn.reasoning and with_reasoning:
-        message |= _reasoning(turn)
-    if turn.tool_calls:
-        calls: dict[int, dict[str, Any]] = {}
-        for part in turn.tool_calls:
-            call = calls.setdefault(part.index, _call(part))
-            call["function"]["arguments"] += part.arguments
-        message["tool_calls"] = [*calls.values()]
-    return message
-
-
-def chunks_of(turn: TurnDelta, *, with_reasoning: bool) -> list[dict[str, Any]]:
-    """The deltas of a stream's events: one of reasoning and content, then one for each part of a call."""
-    chunks: list[dict[str, Any]] = []
-    said = _reasoning(turn) if turn.reasoning and with_reasoning else {}
-    if turn.content:
-        said["content"] = turn.content
-    if said:
-        chunks.append(said)
-    for part in turn.tool_calls:
-        call = {"function": {"arguments": part.arguments}} if part.name is None else _call(part)
-        chunks.append({"tool_calls": [{"index": part.index, **call}]})
-    return chunks
-
-
-def _reasoning(turn: TurnDelta) -> dict[str, str]:
-    return dict.fromkeys(REASONING, turn.reasoning)
 
 
 def _call(first: ToolCallDelta) -> dict[str, Any]:

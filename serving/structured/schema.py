@@ -299,23 +299,15 @@ class _Walk:
         self._beside(out, [{"type": _NO_OBJECTS}, *({"type": "object", **choice} for choice in choices)])
 
 
-def _check_numbers(value: Any, path: str, keyword: str) -> None:
+def _check_numbers(value: Any, path: str, keyword: str, depth: int = 1) -> None:
     """Refuse constants that the library would round."""
-    waiting, depth = [value], 0
-    while waiting:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise _wrong(path, f"the value has more than {MAX_DEPTH} levels.", keyword)
-        for each in waiting:
-            if isinstance(each, int | float) and abs(each) > numeric.MOST_EXACT:
-                message = f"numbers beyond ±2^53 are not supported, as {shown(each)}. Use a text."
-                raise _wrong(path, message, keyword)
-        waiting = [
-            inner
-            for each in waiting
-            if isinstance(each, list | Mapping)
-            for inner in (each.values() if isinstance(each, Mapping) else each)
-        ]
+    if depth > MAX_DEPTH:
+        raise _wrong(path, f"the value has more than {MAX_DEPTH} levels.", keyword)
+    if isinstance(value, int | float) and abs(value) > numeric.MOST_EXACT:
+        raise _wrong(path, f"numbers beyond ±2^53 are not supported, as {shown(value)}. Use a text.", keyword)
+    if isinstance(value, list | Mapping):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            _check_numbers(inner, path, keyword, depth + 1)
 
 
 def _counting_items(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:

@@ -6,29 +6,3 @@ json_calls   calls that are JSON, piece by piece
 formats      how each family writes calls
 parsers      all by name, the reasoning at the beginning, `make_turn_parser`; which format a chat template shows
 """
-
-from serving.turns.marked import ToolCallDelta, TurnDelta, TurnParser
-from serving.turns.parsers import (
-    REASONING_PARSERS,
-    TOOL_PARSERS,
-    Before,
-    TurnPlan,
-    TurnSettings,
-    make_turn_parser,
-    marks_of,
-    with_defaults,
-)
-
-__all__ = [
-    "REASONING_PARSERS",
-    "TOOL_PARSERS",
-    "Before",
-    "ToolCallDelta",
-    "TurnDelta",
-    "TurnParser",
-    "TurnPlan",
-    "TurnSettings",
-    "make_turn_parser",
-    "marks_of",
-    "with_defaults",
-]

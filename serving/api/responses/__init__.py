@@ -3,7 +3,3 @@
 conversation   from a body to the chat completion that the model runs
 answer         the response, whole or as a stream of events, and the items that it is made of
 """
-
-from serving.api.responses.answer import ResponsesAnswer
-
-__all__ = ["ResponsesAnswer"]

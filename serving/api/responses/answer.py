@@ -21,7 +21,7 @@ from serving.api.schema.request_models import ChatCompletionRequest
 from serving.api.schema.responses_request import ResponsesRequest
 from serving.api.service import Service
 from serving.api.sse import named_event
-from serving.turns import ToolCallDelta, TurnDelta
+from serving.turns.marked import ToolCallDelta, TurnDelta
 
 _INCOMPLETE = {"length": "max_output_tokens"}
 """The chat's finish reason -> why a response is incomplete."""
@@ -169,12 +169,10 @@ class _Open:
     """The item that text is being added to.
 
     Attributes:
-        kind: the item's type.
         call: the call's place among the turn's calls; None for text.
     """
 
     item: dict[str, Any]
-    kind: str
     text: list[str] = field(default_factory=list)
     logprobs: JsonLists = field(default_factory=lambda: JsonLists([_LOGPROBS]))
     call: int | None = None
@@ -182,9 +180,9 @@ class _Open:
     def part(self) -> dict[str, Any]:
         """The text so far, as the item has it: a part of its content, or the call's arguments."""
         text = "".join(self.text)
-        if self.kind == "function_call":
+        if self.item["type"] == "function_call":
             return {"arguments": text}
-        if self.kind == "reasoning":
+        if self.item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], **self.logprobs.raw()}
 
@@ -253,12 +251,12 @@ class OutputItems:
     def _opened(self, kind: str, about: Mapping[str, Any], call: int | None = None) -> Generator[Event, None, _Open]:
         """The open item if it is of this kind; otherwise a new one, and the events that begin it."""
         own = self._open
-        if own is not None and (own.kind, own.call) == (kind, call):
+        if own is not None and (own.item["type"], own.call) == (kind, call):
             return own
         yield from self._end("completed")
         item = {"id": f"{_PREFIXES[kind]}_{self._identity}_{len(self.items)}", "type": kind, "status": "in_progress"}
         self.items.append({**item, **about})
-        own = self._open = _Open(self.items[-1], kind, call=call)
+        own = self._open = _Open(self.items[-1], call=call)
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(own.item)}
         if kind != "function_call":
             yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": own.part()}
@@ -271,14 +269,14 @@ class OutputItems:
             return
         self._open = None
         place, part = self._place(), own.part()
-        if own.kind == "function_call":
+        if own.item["type"] == "function_call":
             own.item |= part
             yield {"type": "response.function_call_arguments.done", **place, "name": own.item["name"], **part}
         else:
             own.item["content"] = [part]
             place["content_index"] = 0
             said = {name: part[name] for name in ("text", _LOGPROBS) if name in part}
-            name = "output_text" if own.kind == "message" else "reasoning_text"
+            name = "output_text" if own.item["type"] == "message" else "reasoning_text"
             yield {"type": f"response.{name}.done", **place, **said}
             yield {"type": "response.content_part.done", **place, "part": part}
         own.item["status"] = status

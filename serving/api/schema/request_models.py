@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler,
 from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from serving.api.schema.body import Body, optional, or_else
 from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE
-from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
-from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from serving.text.words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARACTERS = 256

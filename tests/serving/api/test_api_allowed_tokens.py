@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from model_runner import RequestError, TokenIds
 from serving.api.service import SHORT_BYTES
-from serving.text.bad_words import bad_token_sequences
+from serving.text.words import bad_token_sequences
 
 pytestmark = pytest.mark.long
 

@@ -23,8 +23,7 @@ from serving.api.schema.request_models import (
 )
 from serving.api.schema.responses_request import ReasoningConfig, ResponsesRequest, TextConfig
 from serving.api.schema.unsupported_fields import MAX_NAME_CHARACTERS, MAX_NAMED, UNUSED
-from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
-from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from serving.text.words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, FakeInfo
 from serving.api.schema.response_models import ErrorDetail
 from serving.api.schema.responses_models import ModelResponse, ResponseEvent
 from serving.requests import EngineDead
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 TEMPLATE = (

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from serving.api.schema.request_models import MAX_TOOLS
 from serving.text.tokenizer import Vocabulary
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}"

@@ -11,7 +11,7 @@ from api_clients import app_with, call, post, says
 from fake_engine import FakeEngine
 from repository import ROOT
 
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 
 DOCUMENT = ROOT / "docs" / "api.md"
 USER = {"role": "user", "content": "a"}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from serving.api.responses.answer import OutputItems
-from serving.turns import ToolCallDelta, TurnDelta
+from serving.turns.marked import ToolCallDelta, TurnDelta
 
 CALL = ToolCallDelta(0, "call_a", "add", '{"a":')
 TURNS: Mapping[str, tuple[Sequence[TurnDelta], list[str]]] = {

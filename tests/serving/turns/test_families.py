@@ -10,9 +10,8 @@ from repository import TINY_CHAT
 
 from serving.structured import Messages, Preamble, StructuredOutputsParams, grammar_text
 from serving.text.tokenizer import load_tokenizer
-from serving.turns import TOOL_PARSERS, TurnSettings, with_defaults
 from serving.turns.formats.in_sections import DEEPSEEK, SEPARATOR
-from serving.turns.parsers import tool_parser_of
+from serving.turns.parsers import TOOL_PARSERS, TurnSettings, tool_parser_of, with_defaults
 from ubatch import ConfigError
 
 SHOWN = {

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from serving.turns import TOOL_PARSERS, Before, ToolCallDelta, TurnDelta, TurnPlan, TurnSettings, make_turn_parser
 from serving.turns.formats.in_sections import DEEPSEEK, DEEPSEEK_V3, SEPARATOR
+from serving.turns.marked import ToolCallDelta, TurnDelta
+from serving.turns.parsers import TOOL_PARSERS, Before, TurnPlan, TurnSettings, make_turn_parser
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {
     "get_weather": {
