@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from api_bodies import refused
-from api_clients import CHAT, COMPLETIONS, complete, post, tokenizer
+from api_clients import CHAT, COMPLETIONS, complete, post, refused, tokenizer
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st

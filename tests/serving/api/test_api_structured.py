@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from api_bodies import refused
-from api_clients import ASKS, CHAT, COMPLETIONS, post, stream
+from api_clients import ASKS, CHAT, COMPLETIONS, post, refused, stream
 from fake_engine import FakeEngine
 from repository import ROOT
 

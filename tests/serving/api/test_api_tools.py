@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_bodies import refused
-from api_clients import CHAT, MODEL, app_with, chat, client_of, events_of, post, says, stream, tokenizer
+from api_clients import CHAT, MODEL, app_with, chat, client_of, events_of, post, refused, says, stream, tokenizer
 from fake_engine import FakeEngine
 from fastapi import FastAPI
 
