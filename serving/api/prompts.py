@@ -25,16 +25,14 @@ REASONING = ("reasoning", "reasoning_content")
 
 def encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
     """A text's token ids."""
-    ids: list[int] = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return ids
+    return service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def decode(service: Service, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """The exact text of token ids: spaces before punctuation are kept (`clean_up_tokenization_spaces` is off)."""
-    text: str = service.tokenizer.decode(
+    return service.tokenizer.decode(
         token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
-    return text
 
 
 def check_characters(service: Service, text: str, param: str, *, cut: bool) -> None:

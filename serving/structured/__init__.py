@@ -7,7 +7,7 @@ limits                    what one grammar may take; the engine's matchers have 
 matcher                   in the engine: a request's state, which tokens may come next
 
     params -> grammar -> schema -> one_of (complement), numeric, patterns, references
-                      -> tags, writing, patterns
+                      -> writing, patterns
 """
 
 from serving.structured.checks import GrammarChecks

@@ -216,12 +216,8 @@ class _Trial:
         """End the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(OSError):
-                        pipe.close()
-            process.wait()
+            with suppress(OSError), process:  # which closes its pipes, and waits for it
+                process.kill()
 
 
 def _ask(process: subprocess.Popen[bytes], question: bytes) -> bytes | None:

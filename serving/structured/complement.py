@@ -106,8 +106,7 @@ def values_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
     """The values of a schema that lists them."""
     if "const" in schema:
         return (schema["const"],)
-    values: Sequence[Any] | None = schema.get("enum")
-    return values
+    return schema.get("enum")
 
 
 def type_of(value: Any) -> str:
@@ -238,8 +237,7 @@ def member_of(schema: Mapping[str, Any], name: str) -> Schema:
         return known
     if "patternProperties" in schema:
         return True
-    rest: Schema = schema.get("additionalProperties", True)
-    return rest
+    return schema.get("additionalProperties", True)
 
 
 def _none_of(parts: Sequence[Complement], *, exact: bool) -> Complement:

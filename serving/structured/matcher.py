@@ -33,7 +33,7 @@ from torch import Tensor
 
 from model_runner import GrammarRows, RequestError, TokenGrammar
 from serving.structured.limits import limits
-from serving.text.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer
+from serving.text.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, tokenizer_config
 from ubatch import ConfigError
 from ubatch.process import num_cores
 
@@ -274,12 +274,8 @@ def _with_added_tokens(tokenizer: Tokenizer, model: Path) -> Tokenizer:
     """The tokenizer with the tokens that only `tokenizer_config.json` adds, as transformers reads it."""
     from tokenizers import AddedToken
 
-    try:
-        config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return tokenizer
-    added = config.get("added_tokens_decoder") if isinstance(config, dict) else None
-    for number, token in sorted((added or {}).items(), key=lambda item: int(item[0])):
+    added = tokenizer_config(model).get("added_tokens_decoder") or {}
+    for number, token in sorted(added.items(), key=lambda item: int(item[0])):
         content = token["content"]
         if tokenizer.token_to_id(content) is None and int(number) == tokenizer.get_vocab_size(with_added_tokens=True):
             tokenizer.add_tokens([AddedToken(content, special=bool(token.get("special")), normalized=False)])

@@ -65,7 +65,7 @@ def listed(schema: Mapping[str, Any], room: int) -> list[float]:
     Raises:
         RequestError: the schema does not bound them, or they are too many.
     """
-    step = given = schema["multipleOf"]
+    step = schema["multipleOf"]
     lows = [schema[name] for name in ("minimum", "exclusiveMinimum") if name in schema]
     highs = [schema[name] for name in ("maximum", "exclusiveMaximum") if name in schema]
     exact = _decimal(step)
@@ -76,15 +76,9 @@ def listed(schema: Mapping[str, Any], room: int) -> list[float]:
         last = math.floor(_decimal(min(highs)) / exact)
         if last - first < room:
             values = [_number(exact * count) for count in range(first, last + 1)]
-            return [
-                value
-                for value in values
-                if is_multiple(value, given)
-                and value > schema.get("exclusiveMinimum", -math.inf)
-                and value < schema.get("exclusiveMaximum", math.inf)
-            ]
+            return [value for value in values if is_multiple(value, step) and _fits(value, schema)]
     raise RequestError(
-        f"{shown(given)} is not supported without a minimum and a maximum beside it with at most {MAX_LISTED:,} "
+        f"{shown(step)} is not supported without a minimum and a maximum beside it with at most {MAX_LISTED:,} "
         f"multiples between them, in all of the schema: in floats, many of its multiples are none (0.3 / 0.1 is below "
         f"3). Give both, use an integer of the smaller unit, or leave multipleOf out."
     )
@@ -165,4 +159,9 @@ def _missed(schema: Mapping[str, Any]) -> list[float]:
         if "." in text and not text.startswith("-")
         for end in range(text.index(".") + 2, len(text))
     ]
-    return [value for value in begun if all(_FITS[name](value, schema[name]) for name in _FITS.keys() & schema.keys())]
+    return [value for value in begun if _fits(value, schema)]
+
+
+def _fits(value: float, schema: Mapping[str, Any]) -> bool:
+    """Whether a number is within a schema's bounds."""
+    return all(_FITS[name](value, schema[name]) for name in _FITS.keys() & schema.keys())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,12 +107,8 @@ def parsed(text: str) -> Any:
     Raises:
         RequestError: it is no JSON.
     """
-    try:
+    with _json_errors():
         return json.loads(text, parse_constant=_no_constant)
-    except RecursionError:
-        raise RequestError("it is nested too deeply.") from None
-    except ValueError as error:
-        raise RequestError(f"it is no JSON: {error}.") from error
 
 
 def _no_constant(name: str) -> Any:
@@ -124,8 +121,14 @@ def schema_text(schema: Any) -> str:
     Raises:
         RequestError: it is no JSON, or nested too deeply.
     """
-    try:
+    with _json_errors():
         return json.dumps(schema, ensure_ascii=False)
+
+
+@contextmanager
+def _json_errors() -> Iterator[None]:
+    try:
+        yield
     except RecursionError:
         raise RequestError("it is nested too deeply.") from None
     except (TypeError, ValueError) as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from enum import Enum, auto
 from typing import Any
 
 from serving.turns.marked import MarkedTurn
@@ -128,54 +127,53 @@ MAX_DEPTH = 200
 """Most brackets within one another; the standard library's parser gives up at some 1000."""
 
 
-class _Next(Enum):
-    VALUE = auto()
-    VALUE_OR_END = auto()
-    KEY = auto()
-    KEY_OR_END = auto()
-    COLON = auto()
-    COMMA_OR_END = auto()
-
-
-def read_value(text: Text, give: Give) -> Reading[None]:
-    """Read one JSON value; `give` gets its text as it comes.
+def read_value(text: Text, give: Give, depth: int = 0) -> Reading[None]:
+    """Read one JSON value and the white space before it; `give` gets its text as it comes.
 
     Raises:
         Malformed: it is none.
     """
-    closing: list[str] = []
-    expected = _Next.VALUE
-    while True:
-        character = yield from text.peek()
-        if character in _WHITE:
-            _give_match(text, _SPACE, give)
-            continue
-        if closing and character == closing[-1] and expected not in (_Next.VALUE, _Next.KEY, _Next.COLON):
-            give(text.read(1))
-            closing.pop()
-            expected = _Next.COMMA_OR_END
-        elif expected in (_Next.VALUE, _Next.VALUE_OR_END) and character in "{[":
-            give(text.read(1))
-            closing.append("}" if character == "{" else "]")
-            expected = _Next.KEY_OR_END if character == "{" else _Next.VALUE_OR_END
-            if len(closing) > MAX_DEPTH:
+    sign = yield from _next_sign(text, give)
+    if sign == '"':
+        yield from _string(text, give)
+    elif sign not in "{[":
+        yield from _plain(text, give)
+    elif depth < MAX_DEPTH:
+        yield from _members(text, give, depth + 1)
+    else:
+        raise Malformed
+
+
+def _members(text: Text, give: Give, depth: int) -> Reading[None]:
+    """An object, or a list."""
+    closing = "}" if text.rest[0] == "{" else "]"
+    give(text.read(1))
+    sign = yield from _next_sign(text, give)
+    while sign != closing:
+        if closing == "}":
+            if sign != '"':
                 raise Malformed
-        elif expected in (_Next.VALUE, _Next.VALUE_OR_END):
-            yield from (_string(text, give) if character == '"' else _plain(text, give))
-            expected = _Next.COMMA_OR_END
-        elif expected in (_Next.KEY, _Next.KEY_OR_END) and character == '"':
             yield from _string(text, give)
-            expected = _Next.COLON
-        elif expected is _Next.COLON and character == ":":
+            if (yield from _next_sign(text, give)) != ":":
+                raise Malformed
             give(text.read(1))
-            expected = _Next.VALUE
-        elif expected is _Next.COMMA_OR_END and character == ",":
+        yield from read_value(text, give, depth)
+        sign = yield from _next_sign(text, give)
+        if sign == ",":
             give(text.read(1))
-            expected = _Next.KEY if closing[-1] == "}" else _Next.VALUE
-        else:
+            sign = yield from _next_sign(text, give)
+            if sign == closing:
+                raise Malformed
+        elif sign != closing:
             raise Malformed
-        if not closing and expected is _Next.COMMA_OR_END:
-            return
+    give(text.read(1))
+
+
+def _next_sign(text: Text, give: Give) -> Reading[str]:
+    """The next character that is no white space, which is not read; `give` gets the white space."""
+    while (character := (yield from text.peek())) in _WHITE:
+        _give_match(text, _SPACE, give)
+    return character
 
 
 def read_string(text: Text) -> Reading[str]:

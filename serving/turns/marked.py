@@ -121,7 +121,7 @@ class MarkedTurn(TurnParser):
 
     def take(self, text: str) -> TurnDelta:
         """See `TurnParser`."""
-        self.text.add(text)
+        self.text.rest += text
         next(self._reading, None)
         return self._new()
 

@@ -103,8 +103,7 @@ def _generates(chunk: type, *, named: bool = False) -> dict[int | str, dict[str,
 
 
 def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+    return request.app.state.service
 
 
 def _admit(request: Request, model: str | None) -> Service:

@@ -45,7 +45,7 @@ class ResponsesAnswer(ChatAnswer):
         """
 
         def as_chat() -> tuple[Conversation, ChatCompletionRequest]:
-            conversation = Conversation.of(body)
+            conversation = Conversation(body)
             with named_as_sent(conversation):
                 return conversation, chat_body(body, conversation)
 

@@ -54,29 +54,23 @@ class _Written:
     calls: list[str] = field(default_factory=list)
 
 
-@dataclass
 class Conversation:
-    """The messages of a chat, made from items one by one."""
+    """The messages of a chat, made from a body's items one by one.
 
-    written: list[_Written] = field(default_factory=list)
-    call_ids: set[str] = field(default_factory=set)
+    Raises:
+        ApiError: 400, a call's output comes without the call.
+    """
 
-    @classmethod
-    def of(cls, body: sent.ResponsesRequest) -> Conversation:
-        """The conversation of a body.
-
-        Raises:
-            ApiError: 400, a call's output comes without the call.
-        """
-        own = cls()
+    def __init__(self, body: sent.ResponsesRequest) -> None:
+        self.written: list[_Written] = []
+        self.call_ids: set[str] = set()
         if body.instructions is not None:
-            own._say({"role": "system", "content": body.instructions}, "instructions")
+            self._say({"role": "system", "content": body.instructions}, "instructions")
         if isinstance(body.input, str):
-            own._say({"role": "user", "content": body.input}, "input")
+            self._say({"role": "user", "content": body.input}, "input")
         else:
             for place, item in enumerate(body.input):
-                own._add(item, f"input.{place}")
-        return own
+                self._add(item, f"input.{place}")
 
     @property
     def messages(self) -> list[dict[str, Any]]:

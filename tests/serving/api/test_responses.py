@@ -128,14 +128,14 @@ def body_of(given: Any, **more: Any) -> ResponsesRequest:
 @pytest.mark.parametrize("name", CASES)
 def test_messages(name: str) -> None:
     given, expected = CASES[name]
-    conversation = Conversation.of(body_of(given))
+    conversation = Conversation(body_of(given))
     assert conversation.messages == expected
     chat = chat_body(body_of(given), conversation)
     assert [each.model_dump(exclude_unset=True) for each in chat.messages] == expected
 
 
 def test_instructions_come_first() -> None:
-    messages = Conversation.of(body_of([said("developer", "x"), USER], instructions="Be nice")).messages
+    messages = Conversation(body_of([said("developer", "x"), USER], instructions="Be nice")).messages
     assert messages == [said("system", "Be nice"), said("developer", "x"), USER]
 
 
@@ -158,7 +158,7 @@ NAMED: Mapping[str, str] = {
 @pytest.mark.parametrize("param", NAMED)
 def test_errors_name_what_was_sent(param: str) -> None:
     given = [USER, thought("hm"), ANSWERED, function_call("f"), function_call("g")]
-    conversation = Conversation.of(body_of(given, instructions="Be nice"))
+    conversation = Conversation(body_of(given, instructions="Be nice"))
     own = NAMED[param]
     with pytest.raises(ApiError) as api, named_as_sent(conversation):
         raise ApiError(400, f"{param} is wrong.", param=param, code="c")
