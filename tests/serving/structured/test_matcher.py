@@ -14,7 +14,6 @@ from repository import TINY_CHAT
 
 from model_runner import Draft, GrammarRows, RequestError, SamplingParams
 from model_runner.sampling.grammar import fill_masks
-from serving.requests import RequestInput
 from serving.scheduler.request import TrackedRequest
 from serving.scheduler.speculation import _obeying
 from serving.structured import matcher as matchers
@@ -241,7 +240,6 @@ def test_a_refused_draft_that_was_drawn_is_left_to_rejection(tokens: tuple[int, 
 
 def a_request() -> TrackedRequest:
     rule = Rule(lambda output: [len(output)], RuleMasks(1))
-    given = RequestInput("a", [7, 7, 7], SamplingParams(grammar="any text"))
-    request = TrackedRequest.of(given, arrival=0, limit=90, eos_token_ids=(), grammar=rule)
+    request = TrackedRequest("a", [7, 7, 7], SamplingParams(grammar="any text"), limit=90, grammar=rule)
     request.token_ids += [0, 1]
     return request
