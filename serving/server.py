@@ -37,8 +37,7 @@ from serving.api.http.connections import (
     most_connections,
     raise_file_limit,
 )
-from serving.api.http.counted import HttpMetrics
-from serving.api.request_log import RequestLog
+from serving.api.request_log import HttpMetrics, RequestLog
 from serving.engine.client import EngineClient
 from serving.engine.launch import EngineMain
 from serving.engine.rank.process import run_engine
@@ -52,7 +51,7 @@ from serving.options import Command, Settings, chosen_dtype
 from serving.requests import EngineDead
 from serving.text.chat_template import DEFAULT, ChatTemplate, read_template
 from serving.text.tokenizer import check_chat_template, load_tokenizer
-from serving.turns import TurnSettings, with_defaults
+from serving.turns.parsers import TurnSettings, with_defaults
 from ubatch import ForwardMode
 from ubatch.schedules import mode_key
 

@@ -114,7 +114,7 @@ class SamplingParams:
             reads like a tuple.
         bad_token_sequences: sequences that the output must not contain: the token that would complete one is forbidden.
             The prompt does not count. 256 at most, with 4096 tokens in all. They are vLLM's `bad_words` as tokens
-            (made by `serving.text.bad_words`).
+            (made by `serving.text.words`).
         grammar: text of a grammar (llguidance's notation, see `serving.structured`) that the output obeys. An output
             that has nothing left to say ends with an end-of-sequence token, with `ignore_eos`, too. What runs steps
             must make the grammar of each request from it; `model_runner.generate` does not.

@@ -8,31 +8,18 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Self
 
-from serving.api.allowed_tokens import allowed_tokens
+from serving.api import prompts
 from serving.api.answer import NOT_ENDED, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import chat_logprobs
-from serving.api.prompts import (
-    REASONING,
-    chat_template,
-    check_characters,
-    check_conversation,
-    check_length,
-    conversation_text,
-    counted_characters,
-    encode,
-    truncated,
-)
-from serving.api.sampling import sampling_params
+from serving.api.sampling import allowed_tokens, sampling_params
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import ChatCompletionRequest, ChatMessage
 from serving.api.service import Service
-from serving.api.structured import output_grammar
-from serving.api.tools import forced_form, named_tool, turn_plan
-from serving.api.turns import OutputTurn, chunks_of, hidden_marks, make_turns, message_of, preamble
-from serving.turns import Before
+from serving.api.turns import OutputTurn, hidden_marks, turn_grammar, turn_plan
+from serving.turns.parsers import Before, make_turn_parser
 
-_NOTHING_ELSE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls", *REASONING))
+_NOTHING_ELSE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls", *prompts.REASONING))
 """What a message has besides its text, null where it has none."""
 
 
@@ -55,7 +42,6 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(service, body, answer_id, outputs)
         self._turns = turns
-        self._with_reasoning = body.include_reasoning is not False
         self._with_logprobs = bool(body.logprobs)
         # If the prompt does not begin the assistant's turn, the answer continues the last message, in its role.
         last = body.messages[-1]
@@ -73,7 +59,7 @@ class ChatAnswer(Answer):
             RequestError, ApiError, QueueFull: the request cannot be served.
         """
         check_common(body)
-        check_conversation(body)
+        prompts.check_conversation(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
         check_outputs(service, 1, body.n)
@@ -84,11 +70,9 @@ class ChatAnswer(Answer):
         if not token_ids:
             raise ApiError(400, "The messages have no tokens; there is nothing to answer.", param="messages")
         before = Before(text, None if body.begins_turn else _content(service, body.messages[-1]))
-        forced = forced_form(body.tools or (), plan)
-        with named_tool(body.tools or (), plan):
-            grammar = await output_grammar(service, body, forced=forced, after=preamble(service.turns, before))
+        grammar = await turn_grammar(service, body, plan, before)
         asked = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
-        left = check_length(service, len(token_ids), asked, "messages")
+        left = prompts.check_length(service, len(token_ids), asked, "messages")
         params = sampling_params(
             service,
             body,
@@ -102,7 +86,16 @@ class ChatAnswer(Answer):
         answer_id = f"{cls.id_prefix}{uuid.uuid4().hex}"
         hidden = hidden_marks(service, body, plan)
         outputs = make_outputs(service, body, answer_id, [(token_ids, params)], kept=frozenset(hidden.values()))
-        turns = make_turns(service, outputs, plan, before=before, streamed=bool(body.stream), hidden=hidden)
+        streamed = bool(body.stream)
+        turns = {
+            output.index: OutputTurn(
+                make_turn_parser(service.turns, plan, before=before, streamed=streamed, hidden=hidden),
+                named=isinstance(plan.forced, str),
+                streamed=streamed,
+                with_reasoning=body.include_reasoning is not False,
+            )
+            for output in outputs
+        }
         return cls(service, body, answer_id, outputs, text, turns)
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
@@ -122,7 +115,7 @@ class ChatAnswer(Answer):
             choices += [{"index": index, "delta": part, "logprobs": None, **NOT_ENDED} for part in opening]
         logprobs = {**self._logprobs_of(delta), "refusal": None} if delta.logprobs else None
         turn = self._turns[index]
-        new = chunks_of(turn.new, with_reasoning=self._with_reasoning)
+        new = turn.chunks()
         if not new and (logprobs is not None or turn.finish_reason or self._body.return_token_ids):
             new = [{}]
         none_yet = {"logprobs": None, **NOT_ENDED, **self._token_ids(())}
@@ -156,7 +149,7 @@ class ChatAnswer(Answer):
         return {**self._with_choices(choices), **of_prompt}
 
     def _message(self, turn: OutputTurn) -> dict[str, Any]:
-        message = message_of(turn.whole(), with_reasoning=self._with_reasoning)
+        message = turn.message()
         if self._echo:
             message["content"] = self._echo + (message["content"] or "")
         return {"role": self._role, **_NOTHING_ELSE, **message}
@@ -164,7 +157,7 @@ class ChatAnswer(Answer):
 
 def _content(service: Service, message: ChatMessage) -> str:
     """The text of a message."""
-    return chat_template(service).content_form(message.role).text(message.model_dump()["content"] or "")
+    return prompts.chat_template(service).content_form(message.role).text(message.model_dump()["content"] or "")
 
 
 def _written(content: str, text: str) -> str:
@@ -179,8 +172,8 @@ def _written(content: str, text: str) -> str:
 
 
 def _text_and_ids(service: Service, body: ChatCompletionRequest, wanted: int) -> tuple[str, list[int]]:
-    text = conversation_text(service, body.messages, body)
-    check_characters(service, text, "messages", at_least=counted_characters(body))
+    text = prompts.conversation_text(service, body.messages, body)
+    prompts.check_characters(service, text, "messages", cut=body.truncate_prompt_tokens is not None)
     # The template writes special tokens itself.
-    whole = encode(service, text, add_special_tokens=bool(body.add_special_tokens))
-    return text, truncated(service, whole, body, wanted)
+    whole = prompts.encode(service, text, add_special_tokens=bool(body.add_special_tokens))
+    return text, prompts.truncated(service, whole, body, wanted)

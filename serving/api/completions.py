@@ -10,16 +10,14 @@ from itertools import chain
 from typing import Any
 
 from model_runner import SamplingParams
-from serving.api.allowed_tokens import allowed_tokens
 from serving.api.answer import SCORED_AT_ONCE, Answer, Gathered, check_common, check_logprobs, check_outputs
 from serving.api.generation import Delta, Output, make_outputs
 from serving.api.logprobs import COMPLETION_LISTS, CompletionLogprobsWriter, JsonLists
 from serving.api.prompts import check_length, decode, prompts_in, prompts_of
-from serving.api.sampling import sampling_params
+from serving.api.sampling import allowed_tokens, output_grammar, sampling_params
 from serving.api.schema.errors import ApiError
 from serving.api.schema.request_models import DEFAULT_MAX_TOKENS, CompletionRequest, GenerationRequest
 from serving.api.service import Service
-from serving.api.structured import output_grammar
 
 _PROMPTS_AT_ONCE = 16  # prompts of a large body tokenized in one piece of work; then another body has its turn
 _LENGTH_AT_ONCE = 100_000  # most characters or tokens of such a piece: tens of milliseconds

@@ -25,26 +25,24 @@ REASONING = ("reasoning", "reasoning_content")
 
 def encode(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
     """A text's token ids."""
-    ids: list[int] = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return ids
+    return service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def decode(service: Service, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
     """The exact text of token ids: spaces before punctuation are kept (`clean_up_tokenization_spaces` is off)."""
-    text: str = service.tokenizer.decode(
+    return service.tokenizer.decode(
         token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
-    return text
 
 
-def check_characters(service: Service, text: str, param: str, *, at_least: int = 0) -> None:
+def check_characters(service: Service, text: str, param: str, *, cut: bool) -> None:
     """Refuse a text before it is tokenized if it is longer than a context full of the vocabulary's longest token.
 
     Args:
-        at_least: a text of up to this many characters always passes.
+        cut: it is tokenized to be cut or counted: up to `COUNTED_CHARACTERS` characters always pass.
     """
     context = service.engine.info.max_model_len
-    limit = max(at_least, context * Vocabulary.of(service.tokenizer).longest)
+    limit = max(COUNTED_CHARACTERS if cut else 0, context * Vocabulary.of(service.tokenizer).longest)
     if len(text) > limit:
         message = f"This model's context is at most {context} tokens, and the prompt has {len(text)} characters. "
         raise ApiError(400, f"{message}Send at most {limit}.", param=param, code="context_length_exceeded")
@@ -67,7 +65,7 @@ def prompts_of(
     prompts: list[tuple[str | None, list[int]]] = []
     for one in prompts_in(prompt):
         if isinstance(one, str):
-            check_characters(service, one, "prompt", at_least=counted_characters(body))
+            check_characters(service, one, "prompt", cut=body.truncate_prompt_tokens is not None)
             whole = encode(service, one, add_special_tokens=body.add_special_tokens is not False)
             cut = truncated(service, whole, body, wanted)
             prompts.append((one if cut is whole else None, cut))
@@ -77,11 +75,6 @@ def prompts_of(
     if not all(ids for _, ids in prompts):
         raise ApiError(400, "A prompt has no tokens; nothing can be generated after it.", param="prompt")
     return prompts
-
-
-def counted_characters(body: GenerationRequest) -> int:
-    """`check_characters`' `at_least`: a prompt that will be truncated is tokenized even if it may not fit."""
-    return 0 if body.truncate_prompt_tokens is None else COUNTED_CHARACTERS
 
 
 def truncated(service: Service, token_ids: list[int], body: GenerationRequest, wanted: int) -> list[int]:

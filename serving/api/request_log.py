@@ -1,4 +1,6 @@
-"""Gives each request an id, for the log, the answer and errors: the client's `X-Request-Id`, or a new one."""
+"""Every HTTP request gets an id, for the log, the answer and errors (the client's `X-Request-Id`, or a new one), and is
+counted by what came of it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.logs import log_event, request_id
+from serving.metrics import in_memory
 
 if TYPE_CHECKING:
     from serving.api.generation import Output
@@ -85,3 +89,59 @@ def log_outputs(answer_id: str, outputs: Sequence[Output], most: int | None) -> 
         log_event(_logger, "request received", output=own, prompt_tokens=len(token_ids), params=params)
         if _logger.isEnabledFor(logging.DEBUG):
             log_event(_logger, "prompt", level=logging.DEBUG, output=own, token_ids=list(token_ids[:most]))
+
+
+_NOT_COUNTED = frozenset({"/metrics", "/health", "/live", "/load", "/ping", "/version", "/server_info"})
+"""Paths that are asked for all the time, by what watches the server; vLLM's, and `/live`."""
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_OTHER = "none"
+"""The label of what has no route, or no known method: a client could send any number of names."""
+_SECONDS = (0.1, 0.5, 1)
+_FINER_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60),
+)
+
+
+class HttpMetrics:
+    """Counts HTTP requests by what came of them, with the names of prometheus-fastapi-instrumentator, as vLLM has them.
+
+    Args:
+        registry: where they are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        with in_memory():
+            self._requests = Counter(
+                "http_requests",
+                "HTTP requests by method, status (2xx, 4xx, ...) and route.",
+                ["handler", "method", "status"],
+                registry=registry,
+            )
+            self._seconds = Histogram(
+                "http_request_duration_seconds",
+                "From an HTTP request's arrival to the end of its answer, by route.",
+                ["handler", "method"],
+                registry=registry,
+                buckets=_SECONDS,
+            )
+            self._finer = Histogram(
+                "http_request_duration_highr_seconds",
+                "The same, of all routes together, in finer buckets.",
+                registry=registry,
+                buckets=_FINER_SECONDS,
+            )
+
+    def count(self, scope: Scope, status: int | None, seconds: float) -> None:
+        """Count a request that has been answered.
+
+        Args:
+            scope: the request's, after the application has looked for its route.
+            status: the answer's; None if the client left before there was one.
+        """
+        handler = getattr(scope.get("route"), "path", _OTHER)
+        if scope["path"].removeprefix(scope.get("root_path", "")) in _NOT_COUNTED:
+            return
+        method = scope["method"] if scope["method"] in _METHODS else _OTHER
+        self._requests.labels(handler, method, f"{(status or 499) // 100}xx").inc()
+        self._seconds.labels(handler, method).observe(seconds)
+        self._finer.observe(seconds)

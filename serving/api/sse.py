@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,12 +98,15 @@ class EventStream(Response):
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send(_body(first))
-            async with _meanwhile(self._comment(send)):
-                try:
-                    async for data in events:
-                        await send(_body(data))
-                except Exception as error:
-                    await send(_body(event(as_api_error(error).body)))
+            commenting = asyncio.create_task(self._comment(send))
+            try:
+                async for data in events:
+                    await send(_body(data))
+            except Exception as error:
+                await send(_body(event(as_api_error(error).body)))
+            finally:
+                commenting.cancel()
+                await asyncio.gather(commenting, return_exceptions=True)
             await send(_body(self._done))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -112,17 +115,6 @@ class EventStream(Response):
             await asyncio.sleep(self._comment_s)
             if self._paused():
                 await send(_body(COMMENT))
-
-
-@asynccontextmanager
-async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block; it has ended when the block is left."""
-    working = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
 
 
 def _body(data: bytes) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from serving.offline.prompts import Prompt, ReadPrompt, read_prompt
 from serving.offline.sampling_params import NO_LIMIT, SamplingParams
 from serving.requests import RequestInput
 from serving.structured import GrammarChecks, StructuredOutputsParams
-from serving.text.bad_words import bad_token_sequences
 from serving.text.detokenizer import TextStream
 from serving.text.tokenizer import Vocabulary
+from serving.text.words import bad_token_sequences
 from ubatch import ConfigError
 from ubatch.errors import shown
 

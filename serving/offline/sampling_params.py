@@ -16,8 +16,7 @@ import model_runner
 from model_runner import RequestError, TokenIds
 from serving.offline.not_offered import Refused
 from serving.structured import StructuredOutputsParams
-from serving.text.bad_words import check_bad_words
-from serving.text.stop_strings import check_stop_strings
+from serving.text.words import check_bad_words, check_stop_strings
 from ubatch.errors import shown
 
 MAX_OUTPUTS = 16384

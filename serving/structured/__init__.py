@@ -4,16 +4,15 @@ StructuredOutputsParams   what a user gives (vLLM's fields): a JSON schema, a re
 grammar_text              the same as text for llguidance; travels to the engine as `SamplingParams.grammar`
 GrammarChecks             tries such texts in processes with limits, and remembers which compile
 limits                    what one grammar may take; the engine's matchers have the same
-matcher, tokenizer        in the engine: a request's state, which tokens may come next
+matcher                   in the engine: a request's state, which tokens may come next
 
-    params -> grammar -> schema -> one_of (complement), multiples, bounds, formats, patterns, references
-                      -> tags, lark, patterns
+    params -> grammar -> schema -> one_of (complement), numeric, patterns, references
+                      -> writing, patterns
 """
 
 from serving.structured.checks import GrammarChecks
-from serving.structured.grammar import After, grammar_text
+from serving.structured.grammar import After, Messages, Preamble, grammar_text
 from serving.structured.limits import limits
 from serving.structured.params import StructuredOutputsParams
-from serving.structured.preamble import Messages, Preamble
 
 __all__ = ["After", "GrammarChecks", "Messages", "Preamble", "StructuredOutputsParams", "grammar_text", "limits"]

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 from model_runner import RequestError
 from serving.requests import QueueFull
 from serving.structured.grammar import After, grammar_text
-from serving.structured.lark import special_tokens
 from serving.structured.limits import LIMITS, MAX_COMPILE_BYTES, MAX_COMPILE_S, MAX_KNOWN, MAX_WAIT_S, MAX_WAITING
 from serving.structured.params import StructuredOutputsParams
+from serving.structured.writing import special_tokens
 from ubatch.errors import shown
 
 if TYPE_CHECKING:
@@ -216,12 +216,8 @@ class _Trial:
         """End the process, if there is one."""
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(OSError):
-                        pipe.close()
-            process.wait()
+            with suppress(OSError), process:  # which closes its pipes, and waits for it
+                process.kill()
 
 
 def _ask(process: subprocess.Popen[bytes], question: bytes) -> bytes | None:

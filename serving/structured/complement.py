@@ -15,10 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from types import NoneType
 from typing import Any, NamedTuple
 
 Schema = bool | Mapping[str, Any]
-TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_TYPE_NAMES: Mapping[type, str] = {
+    NoneType: "null",
+    bool: "boolean",
+    **dict.fromkeys((int, float), "number"),
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+TYPES = frozenset(_TYPE_NAMES.values())
 _SURE = 2**32
 """Bounds beyond this may have been moved to where floats are exact."""
 _MOST_CONSTANTS = 200  # texts that a pattern excludes, or numbers that lie between ranges
@@ -97,25 +106,12 @@ def values_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
     """The values of a schema that lists them."""
     if "const" in schema:
         return (schema["const"],)
-    values: Sequence[Any] | None = schema.get("enum")
-    return values
+    return schema.get("enum")
 
 
 def type_of(value: Any) -> str:
     """JSON's type of a value."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
+    return next((name for kind, name in _TYPE_NAMES.items() if isinstance(value, kind)), "object")
 
 
 def _told_types(schema: Mapping[str, Any]) -> set[str]:
@@ -241,8 +237,7 @@ def member_of(schema: Mapping[str, Any], name: str) -> Schema:
         return known
     if "patternProperties" in schema:
         return True
-    rest: Schema = schema.get("additionalProperties", True)
-    return rest
+    return schema.get("additionalProperties", True)
 
 
 def _none_of(parts: Sequence[Complement], *, exact: bool) -> Complement:

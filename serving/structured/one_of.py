@@ -16,12 +16,12 @@ from typing import Any
 
 from model_runner import RequestError
 from serving.structured.complement import Schema, complement, member_of, type_of, types_of, values_of
-from serving.structured.formats import OWN, pattern_of
+from serving.structured.patterns import OWN_FORMATS, pattern_of
 
 Resolve = Callable[[str], Schema]
 _FORMATS = frozenset({"date", "date-time", "time", "duration", "email", "ipv4", "ipv6", "uuid"})
 """Formats that exclude each other."""
-_WRITTEN = {pattern_of(name): name for name in OWN}
+_WRITTEN = {pattern_of(name): name for name in OWN_FORMATS}
 """Patterns that were formats."""
 _DEPTH = 6  # references and members that a comparison follows
 _MOST_ALTERNATIVES = 64

@@ -1,4 +1,5 @@
-"""Regular expressions as people write them for Python and JSON Schema, in the notation of llguidance's library.
+"""Regular expressions in the notation of llguidance's library: as people write them for Python and JSON Schema, and for
+the values of JSON Schema's `format`.
 
 Where the dialects differ, the translation matches a part of what Python's `re` matches, so that what is generated also
 matches there: `\\d` is an ASCII digit, `\\D` is no digit of any script, and a negated class has no NUL.
@@ -143,3 +144,47 @@ def _group(regex: str, place: int) -> str:
 
 def _refused(what: str) -> RequestError:
     return RequestError(f"the regular expression has {what}, which is not supported. Write it without.")
+
+
+_YEAR = r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    rf"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_HEX = "[0-9A-Fa-f]"
+_ENCODED = f"%{_HEX}{{2}}"
+_CHAR = rf"(?:[A-Za-z0-9\-._~!$&'()*+,;=:@]|{_ENCODED})"
+_NAME = rf"(?:[A-Za-z0-9\-._~!$&'()*+,;=]|{_ENCODED})"
+_NO_COLON = rf"(?:[A-Za-z0-9\-._~!$&'()*+,;=@]|{_ENCODED})"
+_AUTHORITY = rf"//(?:(?:{_NAME}|:)*@)?{_NAME}*(?::[0-9]*)?(?:/{_CHAR}*)*"
+_QUERY = rf"(?:\?(?:{_CHAR}|[/?])*)?(?:#(?:{_CHAR}|[/?])*)?"
+_POINTER = "(?:/(?:[^~/]|~[01])*)*"
+_VARIABLE = rf"(?:[A-Za-z0-9_]|{_ENCODED})+(?:\.(?:[A-Za-z0-9_]|{_ENCODED})+)*(?::[1-9][0-9]{{0,3}}|\*)?"
+
+OWN_FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "date-time": f"{_DATE}[tT]{_TIME}",
+    "time": _TIME,
+    "uri-reference": (
+        rf"(?:[A-Za-z][A-Za-z0-9+\-.]*:(?:{_AUTHORITY}|/(?:{_CHAR}+(?:/{_CHAR}*)*)?|{_CHAR}+(?:/{_CHAR}*)*)?"
+        rf"|{_AUTHORITY}|/(?:{_CHAR}+(?:/{_CHAR}*)*)?|{_NO_COLON}+(?:/{_CHAR}*)*)?{_QUERY}"
+    ),
+    "uri-template": (
+        rf"(?:[!#$&()*+,\-./0-9:;=?@A-Z\[\]_a-z~]|{_ENCODED}|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
+    ),
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
+}
+"""Formats that are written here, as patterns of the whole string. Each matches at most what the standard's definition
+does. A `format` that no standard defines constrains nothing."""
+LIBRARY_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Formats that llguidance knows."""
+REFUSED_FORMATS = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})
+"""Formats of the standard that no grammar here can tell from other strings."""
+
+
+def pattern_of(name: str) -> str:
+    """The pattern of a format of `OWN_FORMATS`."""
+    return f"^(?:{OWN_FORMATS[name]})$"

@@ -5,9 +5,9 @@
     `$ref`, to a pointer, `$id` or `$anchor`  `#/$defs/0`, `#/$defs/1`, ...: only what is used, each once
     `items: [...]` of older drafts            `prefixItems`
     `oneOf`                                   `anyOf` of options that exclude each other (`one_of`)
-    `format`, `pattern`                       regular expressions of its library (`formats`, `patterns`)
-    bounds beyond what floats tell apart      the next bound inside; others are written around faults (`bounds`)
-    `multipleOf` with such steps as 0.1       a list of numbers (`multiples`)
+    `format`, `pattern`                       regular expressions of its library (`patterns`)
+    bounds beyond what floats tell apart      the next bound inside; others are written around faults (`numeric`)
+    `multipleOf` with such steps as 0.1       a list of numbers (`numeric`)
     an assertion that a grammar cannot make   refused, by its name and place
 
 What llguidance itself refuses, such as a schema that nothing fits, is found when the grammar is tried (`checks`).
@@ -22,11 +22,11 @@ from itertools import combinations
 from typing import Any, TypeVar
 
 from model_runner import RequestError
-from serving.structured import bounds, formats, multiples
+from serving.structured import numeric
 from serving.structured.complement import TYPES, Schema
 from serving.structured.limits import MAX_DEPTH
 from serving.structured.one_of import OneOf
-from serving.structured.patterns import translated
+from serving.structured.patterns import LIBRARY_FORMATS, OWN_FORMATS, REFUSED_FORMATS, pattern_of, translated
 from serving.structured.references import References, is_old
 from ubatch.errors import shown
 
@@ -91,7 +91,7 @@ class _Walk:
         self._names: dict[str, str] = {}
         self._waiting: deque[tuple[str, Any, str, str]] = deque()  # (name, schema, place, base): referred to
         self._one_ofs: list[dict[str, Any]] = []
-        self._room = multiples.MAX_LISTED
+        self._room = numeric.MAX_LISTED
         self.has_open_names = False
 
     def run(self) -> Schema:
@@ -106,9 +106,9 @@ class _Walk:
             del made["oneOf"]
             self._beside(made, options)
         if not self._defs:
-            return bounds.written(schema)
+            return numeric.with_bounds(schema)
         root = {} if schema is True else {"enum": []} if isinstance(schema, bool) else schema
-        return bounds.written({**root, "$defs": self._defs})
+        return numeric.with_bounds({**root, "$defs": self._defs})
 
     @staticmethod
     def _beside(made: dict[str, Any], options: Sequence[Schema]) -> None:
@@ -208,7 +208,7 @@ class _Walk:
                 if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                     raise _wrong(path, f"multipleOf must be a number above 0, not {shown(value)}.", keyword)
                 out[keyword] = value
-            case _ if keyword in bounds.INWARD:
+            case _ if keyword in numeric.INWARD:
                 self._bound(out, keyword, value, given, path)
 
     def _reference(self, value: Any, path: str, base: str) -> str:
@@ -221,11 +221,11 @@ class _Walk:
         return f"#/$defs/{name}"
 
     def _format(self, out: dict[str, Any], value: Any, path: str) -> None:
-        if value in formats.REFUSED:
+        if value in REFUSED_FORMATS:
             raise _wrong(path, f"format {value!r} is not supported: leave it out, and check the answer.", "format")
-        if value in formats.OWN:
-            out["allOf"] = [*out.get("allOf", ()), {"pattern": formats.pattern_of(value)}]
-        elif value in formats.LIBRARY:
+        if value in OWN_FORMATS:
+            out["allOf"] = [*out.get("allOf", ()), {"pattern": pattern_of(value)}]
+        elif value in LIBRARY_FORMATS:
             out["format"] = value
 
     def _bound(self, out: dict[str, Any], keyword: str, value: Any, given: Mapping[str, Any], path: str) -> None:
@@ -236,8 +236,8 @@ class _Walk:
             value = given[other]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong(path, f"{keyword} must be a number, not {shown(value)}.", keyword)
-        inward = bounds.INWARD[keyword]
-        if isinstance(value, int) and multiples.MOST_EXACT < abs(value) <= _MOST_BOUND:
+        inward = numeric.INWARD[keyword]
+        if isinstance(value, int) and numeric.MOST_EXACT < abs(value) <= _MOST_BOUND:
             near = float(value)
             outside = near < value if inward > 0 else near > value
             value = math.nextafter(near, inward) if outside else near
@@ -261,24 +261,24 @@ class _Walk:
             raise _wrong(path, f"{what}, because a name may come twice. List them in required.", "minProperties")
 
     def _multiples(self, out: dict[str, Any], path: str) -> None:
-        """Write `multipleOf` as what floats cannot tell otherwise; see `multiples`."""
+        """Write `multipleOf` as what floats cannot tell otherwise; see `numeric`."""
         step = out["multipleOf"]
-        if multiples.is_exact(step):
-            if (within := multiples.exact_bounds(step)) is not None:
+        if numeric.is_exact(step):
+            if (within := numeric.exact_bounds(step)) is not None:
                 least, most = within
                 out["minimum"] = max(out.get("minimum", least), least)
                 out["maximum"] = min(out.get("maximum", most), most)
-            if coarser := multiples.coarser(step):
+            if coarser := numeric.coarser(step):
                 self._beside(out, [{"multipleOf": each} for each in (step, *coarser)])
             return
         given = [out["const"]] if "const" in out else out.get("enum")
         if given is not None:
             out.pop("const", None)
-            out["enum"] = multiples.filtered(given, step)
+            out["enum"] = numeric.filtered(given, step)
         else:
-            numbers = _at(path, "multipleOf", lambda asked: multiples.listed(asked, self._room), out)
-            self._room -= len(numbers)
-            self._beside(out, [{"enum": numbers}, {"type": _NO_NUMBERS}])
+            found = _at(path, "multipleOf", lambda asked: numeric.listed(asked, self._room), out)
+            self._room -= len(found)
+            self._beside(out, [{"enum": found}, {"type": _NO_NUMBERS}])
         del out["multipleOf"]
 
     def _count_optional(self, out: dict[str, Any]) -> None:
@@ -299,23 +299,15 @@ class _Walk:
         self._beside(out, [{"type": _NO_OBJECTS}, *({"type": "object", **choice} for choice in choices)])
 
 
-def _check_numbers(value: Any, path: str, keyword: str) -> None:
+def _check_numbers(value: Any, path: str, keyword: str, depth: int = 1) -> None:
     """Refuse constants that the library would round."""
-    waiting, depth = [value], 0
-    while waiting:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise _wrong(path, f"the value has more than {MAX_DEPTH} levels.", keyword)
-        for each in waiting:
-            if isinstance(each, int | float) and abs(each) > multiples.MOST_EXACT:
-                message = f"numbers beyond ±2^53 are not supported, as {shown(each)}. Use a text."
-                raise _wrong(path, message, keyword)
-        waiting = [
-            inner
-            for each in waiting
-            if isinstance(each, list | Mapping)
-            for inner in (each.values() if isinstance(each, Mapping) else each)
-        ]
+    if depth > MAX_DEPTH:
+        raise _wrong(path, f"the value has more than {MAX_DEPTH} levels.", keyword)
+    if isinstance(value, int | float) and abs(value) > numeric.MOST_EXACT:
+        raise _wrong(path, f"numbers beyond ±2^53 are not supported, as {shown(value)}. Use a text.", keyword)
+    if isinstance(value, list | Mapping):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            _check_numbers(inner, path, keyword, depth + 1)
 
 
 def _counting_items(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:

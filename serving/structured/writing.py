@@ -6,12 +6,13 @@ A text is `{"grammars": [...]}`: the first has a rule `start` in Lark's notation
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from model_runner import RequestError
-from serving.structured.lark import lark_text
 from serving.structured.limits import MAX_REGEX_BYTES, MAX_TEXT_BYTES
 from serving.structured.params import StructuredOutputsParams
 from serving.structured.patterns import in_slashes, translated
@@ -22,6 +23,13 @@ WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"
 """White space between JSON's tokens: one blank, or a line's end with an indentation. It is bounded: a model that may
 always write more of it may never end."""
 ANYTHING = "/(?s:.*)/"
+_PIECE = re.compile(
+    r"""(?P<text>"(?:\\.|[^"\\\n])*")|(?P<regex>/(?![/*])(?:\\.|[^/\\\n])+/)|(?P<comment>//[^\n]*|\#[^\n]*)"""
+    r"""|(?P<special><[^>\s]+>)|(?P<name>[A-Za-z_][\w-]*)[ \t]*\[(?P<options>[^\]\n]*)\]""",
+    re.VERBOSE,
+)
+_UNDONE = re.compile(r"\b(max_tokens|temperature|stop|stop_capture)\s*=")
+_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|start\s*(?:\[[^\]\n]*\])?\s*:(?!:=))")
 
 
 @dataclass
@@ -99,12 +107,8 @@ def parsed(text: str) -> Any:
     Raises:
         RequestError: it is no JSON.
     """
-    try:
+    with _json_errors():
         return json.loads(text, parse_constant=_no_constant)
-    except RecursionError:
-        raise RequestError("it is nested too deeply.") from None
-    except ValueError as error:
-        raise RequestError(f"it is no JSON: {error}.") from error
 
 
 def _no_constant(name: str) -> Any:
@@ -117,8 +121,14 @@ def schema_text(schema: Any) -> str:
     Raises:
         RequestError: it is no JSON, or nested too deeply.
     """
-    try:
+    with _json_errors():
         return json.dumps(schema, ensure_ascii=False)
+
+
+@contextmanager
+def _json_errors() -> Iterator[None]:
+    try:
+        yield
     except RecursionError:
         raise RequestError("it is nested too deeply.") from None
     except (TypeError, ValueError) as error:
@@ -134,3 +144,46 @@ def check_size(text: str, most: int, what: str) -> None:
     size = len(text.encode(errors="surrogatepass")) if len(text) <= most else len(text)
     if size > most:
         raise RequestError(f"it has {size} bytes; {what} may have at most {most}.")
+
+
+def lark_text(grammar: str) -> str:
+    """A user's grammar in Lark's notation, as llguidance reads it.
+
+    Raises:
+        RequestError: it is not in Lark's or GBNF's notation, or asks for what a server does not do.
+    """
+    if not _LARK.search(grammar):
+        grammar = _from_gbnf(grammar)
+    for options in _found(grammar, "options"):
+        if (undone := _UNDONE.search(options)) is not None:
+            raise RequestError(
+                f"the option {undone[1]} of a rule is not supported: it does not go with tokens guessed ahead. Use "
+                f"lazy or suffix, and the request's own max_tokens, stop and temperature."
+            )
+    return grammar
+
+
+def special_tokens(grammar: str) -> list[str]:
+    """The special tokens that a Lark grammar names, such as `<|im_end|>`; not those given by their ids (`<[5]>`)."""
+    return [name for name in _found(grammar, "special") if not name.startswith("<[")]
+
+
+def _found(grammar: str, kind: str) -> Iterator[str]:
+    return (found[kind] for found in _PIECE.finditer(grammar) if found[kind] is not None)
+
+
+def _from_gbnf(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if "::=" not in grammar:
+        raise RequestError(
+            "the grammar needs a rule 'start: ...' (Lark) or 'root ::= ...' (GBNF); it has neither. What it begins "
+            f"with is {shown(grammar[:100])}."
+        )
+    try:
+        text: str = gbnf_to_lark(grammar)
+    except RecursionError:
+        raise RequestError("the grammar is nested too deeply.") from None
+    except Exception as error:  # the library raises no narrower type
+        raise RequestError(f"the grammar cannot be read as GBNF: {str(error)[:200]}") from error
+    return text

@@ -17,8 +17,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from serving.requests import RequestOutput
-from serving.text.stop_strings import StopMatcher, check_stop_strings
 from serving.text.tokenizer import Vocabulary
+from serving.text.words import StopMatcher, check_stop_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -40,7 +40,7 @@ def load_tokenizer(model: Path, chat_template: str | None = None) -> PreTrainedT
 
     if not model.is_dir():
         raise ConfigError(f"{model} is not a folder. `model` must be the folder of a checkpoint with its tokenizer.")
-    own_class = _has_own_class(model)
+    own_class = bool(tokenizer_config(model).get("auto_map"))  # it brings code for its tokenizer
     if own_class and not (model / TOKENIZER).is_file():
         raise ConfigError(f"{model}: its tokenizer is code, which is never run. Put a tokenizer.json there.")
     if not any(file.is_file() for pattern in (TOKENIZER, *_SLOW) for file in model.glob(pattern)):
@@ -100,13 +100,13 @@ def _no_vocabulary(where: Path) -> ConfigError:
     )
 
 
-def _has_own_class(model: Path) -> bool:
-    """Whether a checkpoint brings code for its tokenizer."""
+def tokenizer_config(model: Path) -> dict[str, Any]:
+    """A checkpoint's `tokenizer_config.json`; empty if there is none, or a broken one, which transformers reports."""
     try:
         config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # no such file, or a broken one, which transformers reports
-    return isinstance(config, dict) and bool(config.get("auto_map"))
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, model: Path | str) -> ChatTemplate | None:
@@ -212,8 +212,7 @@ class Vocabulary:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of known tokens, special tokens included."""
-        text: str = self._backend.decode(tokens, skip_special_tokens=False)
-        return text
+        return self._backend.decode(tokens, skip_special_tokens=False)
 
     def piece(self, token: int) -> bytes:
         """The UTF-8 bytes that the token adds to a text, a leading space included; perhaps only part of a character."""

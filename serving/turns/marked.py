@@ -7,12 +7,61 @@ streamed; a stream has the beginning of such a call besides, which cannot be tak
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from serving.turns.reading import Ended, Give, Malformed, Reading, Text
-from serving.turns.turn import ToolCallDelta, TurnDelta
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """The new part of a tool call.
+
+    Attributes:
+        index: the call's place among the turn's calls, from 0.
+        id: the call's id; in its first part only, like `name`.
+        name: the function's name.
+        arguments: the next characters of the arguments' JSON text; empty in the first part.
+    """
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class TurnDelta:
+    """The new part of a turn."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class TurnParser:
+    """Reads one output's text. What it cannot read as reasoning or as a call is content: no text is lost.
+
+    This one reads all of it as content.
+
+    Attributes:
+        num_calls: tool calls that are complete.
+        reasons: whether the text so far ends within the reasoning.
+    """
+
+    num_calls: int = 0
+    reasons: bool = False
+
+    def take(self, text: str) -> TurnDelta:
+        """The parts that the output's next text completes. Text that may yet begin a marker is held back."""
+        return TurnDelta(content=text)
+
+    def finish(self) -> TurnDelta:
+        """The parts of the text that was held back; called once, at the output's end."""
+        return TurnDelta()
+
 
 MakeId = Callable[[str, int], str]
 """A call's id, from the function's name and the call's place in the conversation."""
@@ -29,7 +78,7 @@ class _Call:
     told: bool = False
 
 
-class MarkedTurn:
+class MarkedTurn(TurnParser):
     """Reads one output's text; see `TurnParser`.
 
     Args:
@@ -57,8 +106,6 @@ class MarkedTurn:
     ) -> None:
         self.text = Text()
         self.tools = tools
-        self.reasons = False
-        self.num_calls = 0
         self._num_begun = 0
         self._make_id = make_id
         self._streamed = streamed
@@ -74,7 +121,7 @@ class MarkedTurn:
 
     def take(self, text: str) -> TurnDelta:
         """See `TurnParser`."""
-        self.text.add(text)
+        self.text.rest += text
         next(self._reading, None)
         return self._new()
 
@@ -183,3 +230,23 @@ def _joined(parts: list[ToolCallDelta]) -> list[ToolCallDelta]:
         else:
             joined.append(part)
     return joined
+
+
+def random_id(name: str, place: int) -> str:
+    """A call's id where the format has none of its own."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family writes tool calls.
+
+    Attributes:
+        read: reads content and calls.
+        marks: what marks them; where one is a special token, the parser must see its text.
+        make_id: makes ids of calls that have none.
+    """
+
+    read: Callable[[MarkedTurn], Reading[None]]
+    marks: tuple[str, ...]
+    make_id: MakeId = random_id

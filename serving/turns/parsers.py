@@ -1,65 +1,93 @@
-"""Parsers of turns by name (vLLM's), and what a request's turn is read with."""
+"""Parsers of turns by name (vLLM's), what a request's turn is read with, and which a model's chat template shows."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from serving.turns.formats import (
-    deepseek,
-    forced,
-    glm45,
-    granite,
-    harmony,
-    hermes,
-    kimi_k2,
-    llama3_json,
-    mistral,
-    qwen3_coder,
-)
-from serving.turns.marked import MakeId, MarkedTurn
+from serving.turns.formats import as_json, in_sections, tagged
+from serving.turns.formats.harmony import CHANNEL, OPENAI
+from serving.turns.marked import CallFormat, MarkedTurn, TurnParser, random_id
 from serving.turns.reading import Reading
-from serving.turns.reasoning import Before, ReasoningFormat
-from serving.turns.turn import PlainTurn, TurnParser
-
-Schemas = Mapping[str, Mapping[str, Any]]
-
-
-def _random_id(name: str, place: int) -> str:
-    return f"call_{secrets.token_hex(12)}"
+from ubatch import ConfigError
 
 
 @dataclass(frozen=True)
-class CallFormat:
-    """How a family writes tool calls.
+class Before:
+    """What comes before a turn: it says whether the reasoning has begun, or is over.
 
     Attributes:
-        read: reads content and calls.
-        marks: what marks them; where one is a special token, the parser must see its text.
-        make_id: makes ids of calls that have none.
+        prompt: the prompt's text, of which the end counts.
+        continued: the message that the turn continues; None if it begins one.
     """
 
-    read: Callable[[MarkedTurn], Reading[None]]
-    marks: tuple[str, ...]
-    make_id: MakeId = _random_id
+    prompt: str = ""
+    continued: str | None = None
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a family marks its reasoning.
+
+    Attributes:
+        begin: the mark before it, which the prompt may end with.
+        end: the mark behind it.
+        assumed: the turn begins within the reasoning, unless the prompt ends it.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    assumed: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks."""
+        return self.begin, self.end
+
+    def has_begun(self, before: Before) -> bool:
+        """Whether the turn begins within the reasoning."""
+        if before.continued is not None:
+            return before.continued.rfind(self.begin) > before.continued.rfind(self.end)
+        prompt = before.prompt.rstrip()
+        return prompt.endswith(self.begin) or (self.assumed and not prompt.endswith(self.end))
+
+    def is_over(self, before: Before) -> bool:
+        """Whether the turn begins behind the reasoning."""
+        ended = before.continued is not None or before.prompt.rstrip().endswith(self.end)
+        return ended and not self.has_begun(before)
+
+    def read(self, turn: MarkedTurn, before: Before) -> Reading[None]:
+        """Read the reasoning, if the turn begins with it. Without its end, all of the turn is reasoning."""
+        begun = turn.reasons = self.has_begun(before)
+        if self.is_over(before):
+            return
+        space = yield from turn.text.space()
+        marked = (yield from turn.text.one_of(self.begin)) is not None
+        if not marked and not begun:
+            turn.content(space)
+            return
+        if not marked:
+            turn.reasoning(space)
+        turn.reasons = True
+        yield from turn.prose((self.end,), turn.reasoning)
+        turn.reasons = False
 
 
 NOTHING = Before()
 HARMONY = "openai"
 TOOL_PARSERS: Mapping[str, CallFormat] = {
-    "deepseek_v3": CallFormat(deepseek.read_v3, deepseek.MARKS),
-    "deepseek_v31": CallFormat(deepseek.read_v31, deepseek.MARKS),
-    "glm45": CallFormat(glm45.read, glm45.MARKS),
-    "granite": CallFormat(granite.read, granite.MARKS),
-    "hermes": CallFormat(hermes.read, hermes.MARKS),
-    "kimi_k2": CallFormat(kimi_k2.read, kimi_k2.MARKS, kimi_k2.make_id),
-    "llama3_json": CallFormat(llama3_json.read, llama3_json.MARKS),
-    "mistral": CallFormat(mistral.read, mistral.MARKS, mistral.make_id),
-    HARMONY: CallFormat(harmony.read, harmony.MARKS),
-    "qwen3_coder": CallFormat(qwen3_coder.read, qwen3_coder.MARKS),
+    "deepseek_v3": in_sections.DEEPSEEK_V3,
+    "deepseek_v31": in_sections.DEEPSEEK_V31,
+    "glm45": tagged.GLM45,
+    "granite": as_json.GRANITE,
+    "hermes": as_json.HERMES,
+    "kimi_k2": in_sections.KIMI_K2,
+    "llama3_json": as_json.LLAMA3,
+    "mistral": as_json.MISTRAL,
+    HARMONY: OPENAI,
+    "qwen3_coder": tagged.QWEN3_CODER,
 }
 """Name -> format of tool calls."""
 HARMONY_REASONING = "openai_gptoss"
@@ -111,7 +139,7 @@ class TurnPlan:
         num_calls: calls in the conversation so far.
     """
 
-    tools: Schemas
+    tools: Mapping[str, Mapping[str, Any]]
     forced: str | bool = False
     parallel: bool = True
     reasoning: bool = True
@@ -143,7 +171,7 @@ def make_turn_parser(
     """
     calls, reasoning = _formats(settings, plan)
     if calls is None and reasoning is None:
-        return PlainTurn()
+        return TurnParser()
 
     def read(turn: MarkedTurn) -> Reading[None]:
         if reasoning is not None:
@@ -153,7 +181,7 @@ def make_turn_parser(
         else:
             yield from turn.prose((), turn.content)
 
-    make_id = _random_id if calls is None else calls.make_id
+    make_id = random_id if calls is None else calls.make_id
     return MarkedTurn(
         read,
         make_id=lambda name, place: make_id(name, plan.num_calls + place),
@@ -170,8 +198,47 @@ def _formats(settings: TurnSettings, plan: TurnPlan) -> tuple[CallFormat | None,
     named = settings.tool_call_parser
     own = None if named is None else TOOL_PARSERS[named]
     reasoning = settings.reasoning if plan.reasoning or plan.forced else None
-    make_id = _random_id if own is None else own.make_id
+    make_id = random_id if own is None else own.make_id
     if plan.forced:
-        read = forced.read_required if plan.forced is True else partial(forced.read_named, name=str(plan.forced))
+        read = as_json.read_required if plan.forced is True else partial(as_json.read_named, name=str(plan.forced))
         return CallFormat(read, (), make_id), reasoning
     return (own if plan.tools and settings.enable_auto_tool_choice else None), reasoning
+
+
+_SHOWN = (
+    (("```json", in_sections.SEPARATOR), "deepseek_v3"),
+    ((in_sections.SEPARATOR,), "deepseek_v31"),
+    ((in_sections.KIMI.call,), "kimi_k2"),
+    ((CHANNEL,), HARMONY),
+    ((as_json.TOOL_CALLS,), "mistral"),
+    (("<arg_key>",), "glm45"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_call>",), "hermes"),
+    (("<|start_header_id|>", '"parameters": '), "llama3_json"),
+)
+"""What a chat template has that shows calls to the model -> their format. The first row counts of which it has all."""
+
+
+def tool_parser_of(template: str) -> str | None:
+    """The format of calls that a chat template shows; None if it shows none that is known."""
+    return next((name for words, name in _SHOWN if all(word in template for word in words)), None)
+
+
+def with_defaults(settings: TurnSettings, template: str | None) -> TurnSettings:
+    """The settings, completed by what the model's chat template shows; None for a model without one.
+
+    Raises:
+        ConfigError: the model may call tools, and nothing says how it writes calls.
+    """
+    shown = None if template is None else tool_parser_of(template)
+    if shown == HARMONY and settings.reasoning_parser is None:  # its messages are no text to be shown as it is
+        settings = replace(settings, reasoning_parser=HARMONY_REASONING)
+    if not settings.enable_auto_tool_choice or settings.tool_call_parser is not None:
+        return settings
+    if shown is None:
+        raise ConfigError(
+            "--enable-auto-tool-choice needs --tool-call-parser: the model's chat template does not show how it writes "
+            f"calls. Known are {', '.join(TOOL_PARSERS)}."
+        )
+    return replace(settings, tool_call_parser=shown)

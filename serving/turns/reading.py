@@ -32,7 +32,7 @@ class Text:
     """The part of a text that has come and was not read yet.
 
     Attributes:
-        rest: that part.
+        rest: that part; what comes is appended to it.
         ended: nothing will follow it.
     """
 
@@ -40,10 +40,6 @@ class Text:
         self.rest = ""
         self.ended = False
         self._kept: list[str] | None = None
-
-    def add(self, text: str) -> None:
-        """Append what has come."""
-        self.rest += text
 
     def keep(self, before: str) -> None:
         """Keep what is read from now on, for `kept`. `before`: what was read just now."""

@@ -14,7 +14,7 @@ from fake_engine import EOS, FakeEngine
 from pydantic import BaseModel
 
 from serving.requests import RequestInput
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 
 # Some clients leave connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")

@@ -29,8 +29,7 @@ from repository import ROOT
 
 from model_runner import SamplingParams
 from moe import ExpertPlacement
-from serving.api.http.counted import HttpMetrics
-from serving.api.request_log import RequestLog
+from serving.api.request_log import HttpMetrics, RequestLog
 from serving.balance import LoadBook
 from serving.engine.restarts import Pause, RestartReason
 from serving.engine_metrics import show_balance, show_cache, show_restarts

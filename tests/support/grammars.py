@@ -13,8 +13,7 @@ from repository import TINY_CHAT
 from torch import Tensor
 
 from model_runner import GrammarRows, TokenGrammar
-from serving.structured.matcher import GrammarCompiler
-from serving.structured.tokenizer import load_grammar_tokenizer
+from serving.structured.matcher import GrammarCompiler, load_grammar_tokenizer
 
 __all__ = ["Rule", "RuleMasks", "compiler", "made", "regex", "rule_rows", "schema"]
 

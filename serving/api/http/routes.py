@@ -9,19 +9,12 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
+from serving.api import prompts
 from serving.api.answer import Answer
 from serving.api.chat import ChatAnswer
 from serving.api.completions import CompletionAnswer
 from serving.api.http.bodies import JsonRoute
-from serving.api.prompts import (
-    COUNTED_CHARACTERS,
-    check_characters,
-    check_conversation,
-    conversation_text,
-    decode,
-    encode,
-)
-from serving.api.responses import ResponsesAnswer
+from serving.api.responses.answer import ResponsesAnswer
 from serving.api.schema.errors import ApiError, engine_dead, restarting
 from serving.api.schema.request_models import (
     MAX_DETOKENIZED,
@@ -110,8 +103,7 @@ def _generates(chunk: type, *, named: bool = False) -> dict[int | str, dict[str,
 
 
 def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+    return request.app.state.service
 
 
 def _admit(request: Request, model: str | None) -> Service:
@@ -189,15 +181,15 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
-    check_conversation(body)
+    prompts.check_conversation(body)
 
     def work() -> Tokenized:
         text, add_special_tokens, param = body.prompt or "", body.add_special_tokens is not False, "prompt"
         if body.messages is not None:
-            text = conversation_text(service, body.messages, body)
+            text = prompts.conversation_text(service, body.messages, body)
             add_special_tokens, param = bool(body.add_special_tokens), "messages"
-        check_characters(service, text, param, at_least=COUNTED_CHARACTERS)
-        tokens = encode(service, text, add_special_tokens=add_special_tokens)
+        prompts.check_characters(service, text, param, cut=True)
+        tokens = prompts.encode(service, text, add_special_tokens=add_special_tokens)
         return Tokenized(
             count=len(tokens),
             max_model_len=service.engine.info.max_model_len,
@@ -220,7 +212,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
     def work() -> Detokenized:
         service.check_token_ids(body.tokens, "tokens")
-        return Detokenized(prompt=decode(service, body.tokens, skip_special_tokens=bool(body.skip_special_tokens)))
+        return Detokenized(
+            prompt=prompts.decode(service, body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        )
 
     return await _run(request, work)
 

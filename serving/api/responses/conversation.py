@@ -19,11 +19,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from model_runner import RequestError
+from serving.api.schema import responses_request as sent
 from serving.api.schema.errors import ApiError, validation_error
 from serving.api.schema.request_models import ChatCompletionRequest
-from serving.api.schema.responses_input import FunctionCall, FunctionCallOutput, Item, Message, Reasoning, Text
-from serving.api.schema.responses_request import AS_IN_CHAT, ResponsesRequest
-from serving.api.schema.responses_tools import AllowedTools, ChosenFunction, FunctionTool, JsonSchemaForm, TextFormat
 from ubatch.errors import shown
 
 _NAMES = (
@@ -56,29 +54,23 @@ class _Written:
     calls: list[str] = field(default_factory=list)
 
 
-@dataclass
 class Conversation:
-    """The messages of a chat, made from items one by one."""
+    """The messages of a chat, made from a body's items one by one.
 
-    written: list[_Written] = field(default_factory=list)
-    call_ids: set[str] = field(default_factory=set)
+    Raises:
+        ApiError: 400, a call's output comes without the call.
+    """
 
-    @classmethod
-    def of(cls, body: ResponsesRequest) -> Conversation:
-        """The conversation of a body.
-
-        Raises:
-            ApiError: 400, a call's output comes without the call.
-        """
-        own = cls()
+    def __init__(self, body: sent.ResponsesRequest) -> None:
+        self.written: list[_Written] = []
+        self.call_ids: set[str] = set()
         if body.instructions is not None:
-            own._say({"role": "system", "content": body.instructions}, "instructions")
+            self._say({"role": "system", "content": body.instructions}, "instructions")
         if isinstance(body.input, str):
-            own._say({"role": "user", "content": body.input}, "input")
+            self._say({"role": "user", "content": body.input}, "input")
         else:
             for place, item in enumerate(body.input):
-                own._add(item, f"input.{place}")
-        return own
+                self._add(item, f"input.{place}")
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -99,27 +91,27 @@ class Conversation:
         self.written.append(_Written(message, place))
         return self.written[-1]
 
-    def _add(self, item: Item, place: str) -> None:
+    def _add(self, item: sent.Item, place: str) -> None:
         match item:
-            case Message():
+            case sent.Message():
                 message = {"role": item.role, "content": _content(item.content)}
                 if item.role == "assistant" and (begun := self._begun("content", "tool_calls")) is not None:
                     begun.message |= message
                     begun.place = place
                 else:
                     self._say(message, place)
-            case Reasoning():
+            case sent.Reasoning():
                 parts = item.content or item.summary
                 message = {"role": "assistant", "reasoning_content": "\n".join(part.text for part in parts)}
                 self._say(message, place)
-            case FunctionCall():
+            case sent.FunctionCall():
                 begun = self._begun() or self._say({"role": "assistant"}, place)
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 begun.message.setdefault("tool_calls", []).append(call)
                 begun.calls.append(place)
                 self.call_ids.add(item.call_id)
-            case FunctionCallOutput():
+            case sent.FunctionCallOutput():
                 if item.call_id not in self.call_ids:
                     raise ApiError(
                         400,
@@ -137,7 +129,7 @@ class Conversation:
         return last
 
 
-def chat_body(body: ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:
+def chat_body(body: sent.ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:
     """The chat completion that a body asks for.
 
     Raises:
@@ -146,7 +138,7 @@ def chat_body(body: ResponsesRequest, conversation: Conversation) -> ChatComplet
     if body.top_logprobs and not body.with_logprobs:
         message = "top_logprobs needs include to have 'message.output_text.logprobs'."
         raise ApiError(400, message, param="top_logprobs")
-    given = {name: value for name in AS_IN_CHAT if (value := getattr(body, name)) is not None}
+    given = {name: value for name in sent.AS_IN_CHAT if (value := getattr(body, name)) is not None}
     tools, choice = _tools(body)
     asked: dict[str, Any] = {
         "max_completion_tokens": body.max_output_tokens,
@@ -192,32 +184,32 @@ def named_as_sent(conversation: Conversation) -> Iterator[None]:
         raise RequestError(message, param=param) from error
 
 
-def _content(text: Text) -> str | list[dict[str, str]]:
+def _content(text: sent.Text) -> str | list[dict[str, str]]:
     return text if isinstance(text, str) else [{"type": "text", "text": part.text} for part in text]
 
 
-def _tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+def _tools(body: sent.ResponsesRequest) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
     """The chat's tools and the choice among them. Tools that are not allowed are left out."""
-    tools: Sequence[FunctionTool] = body.tools or ()
+    tools: Sequence[sent.FunctionTool] = body.tools or ()
     choice: Any = body.tool_choice
     match choice:
-        case AllowedTools():
+        case sent.AllowedTools():
             names = {each.name for each in choice.tools}
             if unknown := names - {tool.name for tool in tools}:
                 message = f"tool_choice allows {', '.join(map(repr, sorted(unknown)))}, which tools does not have."
                 raise ApiError(400, message, param="tool_choice")
             tools, choice = [tool for tool in tools if tool.name in names], choice.mode
-        case ChosenFunction():
+        case sent.ChosenFunction():
             choice = {"type": "function", "function": {"name": choice.name}}
     return [_tool(tool) for tool in tools] or None, choice
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool(tool: sent.FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
-    if isinstance(form, JsonSchemaForm):
+def _response_format(form: sent.TextFormat | None) -> dict[str, Any] | None:
+    if isinstance(form, sent.JsonSchemaForm):
         schema = form.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
         return {"type": "json_schema", "json_schema": schema}
     return None if form is None else {"type": form.type}

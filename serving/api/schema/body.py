@@ -6,7 +6,7 @@ A value of the wrong type is refused, but strings for numbers and booleans are r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from serving.api.schema.lax_scalars import read_scalars
 from serving.api.schema.unsupported_fields import Refused, check_closed, check_fields, describe_fields
+from ubatch.errors import shown
 
 
 def optional(description: str, **limits: Any) -> Any:
@@ -77,3 +78,37 @@ class Body(BaseModel):
             check_closed(data, known, cls.place)
         check_fields(data, known, cls.refused, cls.place)
         return read_scalars(cls, data)
+
+
+def type_of(value: Any) -> str | None:
+    """The `type` of a JSON value; None if it has none."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def wrong(message: str) -> PydanticCustomError:
+    """The error for a value of no known form."""
+    # Braces in a template name values, and a client's own may be in the message.
+    return PydanticCustomError("wrong_value", "{message}", {"message": message})
+
+
+def by_type(*models: type[Body], what: str, refused: Mapping[str, str] | None = None, why: str) -> WrapValidator:
+    """Validates an object by the model of its type. A union's errors would be those of all its branches.
+
+    Args:
+        models: each says by the annotation of its field `type` for which types it is.
+        what: what such objects are called, in the plural.
+        refused: type -> why it is not supported.
+        why: why other types are not.
+    """
+    of_type = {kind: model for model in models for kind in get_args(model.model_fields["type"].annotation)}
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        kind = type_of(value)
+        if kind is None:
+            raise wrong(f"{what} should be objects with a type, one of {', '.join(of_type)}")
+        if kind not in of_type:
+            raise wrong(f"{what} of the type {shown(kind)} are not supported: {(refused or {}).get(kind, why)}")
+        return of_type[kind].model_validate(value)
+
+    return WrapValidator(check)

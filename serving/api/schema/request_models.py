@@ -13,11 +13,117 @@ from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler,
 
 from model_runner import MAX_BAD_TOKENS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from serving.api.schema.body import Body, optional, or_else
-from serving.api.schema.structured_fields import ResponseFormat, StructuredOutputs
-from serving.api.schema.tool_models import EXPECTED_CHOICE, ToolChoice, Tools
 from serving.api.schema.unsupported_fields import CHAT, COMPLETIONS, TOKENIZE
-from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
-from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from serving.text.words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+
+MAX_TOOLS = 1024
+MAX_TOOL_NAME_CHARACTERS = 256
+
+FunctionName = Annotated[
+    str, Field(min_length=1, max_length=MAX_TOOL_NAME_CHARACTERS, pattern=r"^[\w.:/-]+$", description="no white space")
+]
+
+
+class _Tool(BaseModel):
+    """Other fields are passed to the chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class FunctionDefinition(_Tool):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = optional("JSON schema of an object; none for no parameters")
+    strict: bool | None = optional("only with a tool_choice that forces the call it is enforced")
+
+
+class Tool(_Tool):
+    """A tool; all are functions."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(BaseModel):
+    """A function of the request's tools."""
+
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    """The call that the model must make."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+EXPECTED_CHOICE = "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
+
+
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class JsonSchemaFormat(Body):
+    """A JSON schema, as OpenAI's clients send it."""
+
+    place = "response_format.json_schema."
+
+    name: str | None = optional("changes nothing")
+    description: str | None = optional("changes nothing")
+    schema_: dict[str, Any] = Field(alias="schema", description="what the output must be, as JSON")
+    strict: bool | None = optional("changes nothing: the schema is always enforced as it is")
+
+
+class ResponseFormat(Body):
+    """The form of the output. `json_object`: any JSON object."""
+
+    place = "response_format."
+    closed = True
+    between_fields = (
+        {
+            "anyOf": [
+                {"properties": {"type": {"enum": ["text", "json_object", "structural_tag"]}}},
+                {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
+            ]
+        },
+    )
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = optional("with json_schema only")
+    structures: list[dict[str, Any]] | None = optional("with structural_tag: begin, schema, end")
+    triggers: list[_Text] | None = optional("with structures: texts that begin one")
+    format: dict[str, Any] | None = optional("with structural_tag, in place of structures: xgrammar's")
+
+
+class StructuredOutputs(Body):
+    """The form of the output; exactly one of the first six."""
+
+    model_config = ConfigDict(protected_namespaces=())
+    place = "structured_outputs."
+    closed = True
+
+    json_: Annotated[dict[str, Any] | str | None, or_else("a JSON schema, as an object or as text")] = optional(
+        "a JSON schema, or its text", alias="json"
+    )
+    regex: str | None = optional("a regular expression that the whole output matches")
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = optional("the output is one of these")
+    grammar: _Text | None = optional("a context-free grammar, in Lark's or GBNF's notation")
+    json_object: bool | None = optional("any JSON object")
+    structural_tag: Annotated[dict[str, Any] | str | None, or_else("a structural tag, as an object or as text")] = (
+        optional("as in response_format, or its text")
+    )
+    whitespace_pattern: str | None = optional(
+        "regular expression of the white space between JSON's tokens (one blank, or a line's end and an indentation)"
+    )
+    disable_any_whitespace: bool | None = optional("JSON without white space")
+    disable_additional_properties: bool | None = optional(
+        "objects have no other properties than those of the schema, where it does not say so"
+    )
+
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
 MAX_OUTPUTS = 128

@@ -1,18 +1,228 @@
-"""The body of `/v1/responses`. What the model reads of it becomes a chat: see `serving.api.responses.conversation`."""
+"""The body of `/v1/responses`: its input's items, its tools, and the form of its text.
+
+What the model reads of it becomes a chat: see `serving.api.responses.conversation`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import Field, StringConstraints, create_model
+from pydantic import Field, StringConstraints, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator, create_model
 
 from model_runner import MAX_TOP_LOGPROBS
-from serving.api.schema.body import Body, optional, or_else
-from serving.api.schema.request_models import ChatCompletionRequest, ReasoningEffort
-from serving.api.schema.responses_input import Input
-from serving.api.schema.responses_tools import TextFormat, ToolChoice, Tools
+from serving.api.schema.body import Body, by_type, optional, or_else, type_of, wrong
+from serving.api.schema.request_models import MAX_TOOLS, ChatCompletionRequest, FunctionName, ReasoningEffort
 from serving.api.schema.unsupported_fields import CHAT, Refused
+
+_TEXT_ONLY = dict.fromkeys(("input_image", "input_file", "input_audio"), "only text is read")
+_RETURNED = frozenset({"id", "status", "phase", "annotations", "logprobs"})
+
+
+class _Item(Body):
+    """An item, or a part of one."""
+
+    place = "input."
+    also = _RETURNED
+
+
+class InputText(_Item):
+    """A text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class Refusal(_Item):
+    """What a model said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The text, as other parts have it."""
+        return self.refusal
+
+
+Part = Annotated[
+    InputText | Refusal,
+    by_type(InputText, Refusal, what="parts", refused=_TEXT_ONLY, why="only texts are read"),
+]
+_PARTS: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[Part], Field(fail_fast=True)])
+
+
+def _text_or(several: TypeAdapter[list[Any]], what: str) -> WrapValidator:
+    """A text, or a list of something. Errors are those of what is wrong in the list."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(value, str | list):
+            raise wrong(f"Input should be a text or a list of {what}")
+        return value if isinstance(value, str) else several.validate_python(value)
+
+    return WrapValidator(check)
+
+
+Text = Annotated[str | list[Part], _text_or(_PARTS, "text parts")]
+
+
+class Message(_Item):
+    """What somebody says."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class FunctionCall(_Item):
+    """A call that the model made."""
+
+    also = _RETURNED | {"namespace", "caller", "async"}
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = Field(description="a JSON object, as text")
+
+
+class FunctionCallOutput(_Item):
+    """What a call returned."""
+
+    also = _RETURNED | {"namespace", "caller", "name"}
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+class ReasoningText(_Item):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str
+
+
+class Reasoning(_Item):
+    """What the model thought before its next item. The summary is read where there is no content."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    encrypted_content: Annotated[
+        Literal[""] | None, or_else("null: what another server has encrypted cannot be read here")
+    ] = optional("not supported: this server has no key")
+
+
+Item = Message | FunctionCall | FunctionCallOutput | Reasoning
+_ITEM = by_type(
+    *get_args(Item),
+    what="items",
+    refused={"item_reference": "nothing is stored; send the item itself"},
+    why="only messages, function calls, their outputs and reasoning are read",
+)
+
+
+def _with_type(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, dict) and "type" not in value and "role" in value:
+        return Message.model_validate(value)
+    return handler(value)
+
+
+InputItem = Annotated[Item, _ITEM, WrapValidator(_with_type)]
+_Items = Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+Input = Annotated[str | _Items, _text_or(TypeAdapter(_Items), "items")]
+"""A body's input."""
+
+
+MAX_FORM_NAME_CHARACTERS = 256
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    place = "tools."
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = optional("a JSON schema of the arguments")
+    strict: bool | None = optional("the arguments follow the schema")
+
+
+Tool = Annotated[FunctionTool, by_type(FunctionTool, what="tools", why="only functions are, which the client runs")]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ChosenFunction(Body):
+    """The function that the model must call."""
+
+    place = "tool_choice."
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class AllowedTools(Body):
+    """The functions that the model may call (auto), or one of which it must call (required)."""
+
+    place = "tool_choice."
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, fail_fast=True)]
+
+
+def _choice(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if value in ("none", "auto", "required"):
+        return value
+    match type_of(value):
+        case "function":
+            return ChosenFunction.model_validate(value)
+        case "allowed_tools":
+            return AllowedTools.model_validate(value)
+    raise wrong(
+        "Input should be 'none', 'auto', 'required', a function {'type': 'function', 'name': ...} or allowed_tools"
+    )
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | ChosenFunction | AllowedTools, WrapValidator(_choice)]
+
+
+class TextForm(Body):
+    """Any text."""
+
+    place = "text.format."
+
+    type: Literal["text"]
+
+
+class JsonObjectForm(Body):
+    """Any JSON object."""
+
+    place = "text.format."
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaForm(Body):
+    """JSON that follows a schema."""
+
+    place = "text.format."
+    also = frozenset({"schema"})
+
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_FORM_NAME_CHARACTERS)]
+    # `schema` is a method of pydantic's models, so the field has another name.
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema")
+    description: str | None = optional("changes nothing")
+    strict: bool | None = optional("changes nothing: the schema is always enforced as it is")
+
+
+TextFormat = Annotated[
+    TextForm | JsonObjectForm | JsonSchemaForm,
+    by_type(TextForm, JsonObjectForm, JsonSchemaForm, what="formats", why="use json_schema"),
+]
+
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probabilities."""

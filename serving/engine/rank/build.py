@@ -20,8 +20,7 @@ from serving.engine.rank.runner_setup import WeightsBar
 from serving.engine.rank.tracing import LoadReporter
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
-from serving.structured.matcher import GrammarCompiler
-from serving.structured.tokenizer import load_grammar_tokenizer
+from serving.structured.matcher import GrammarCompiler, load_grammar_tokenizer
 from ubatch import CapturedGraph, CommGroup, ConfigError, __version__
 from ubatch.kernels import remember_choices
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag, Group
 from serving.options.flags.fields import one_of
-from serving.turns import REASONING_PARSERS, TOOL_PARSERS
+from serving.turns.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 
 class Turns(Group):

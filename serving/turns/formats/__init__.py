@@ -1,1 +1,1 @@
-"""Formats in which models write tool calls: a file each, which says how its calls look."""
+"""Formats in which models write tool calls: a file for each kind, which says how the calls look."""

@@ -12,30 +12,29 @@ from __future__ import annotations
 import re
 
 from serving.turns.json_calls import read_arguments
-from serving.turns.marked import MarkedTurn
+from serving.turns.marked import CallFormat, MarkedTurn
 from serving.turns.reading import Ended, Reading
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
-MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+_START, CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
-def read(turn: MarkedTurn) -> Reading[None]:
+def _read(turn: MarkedTurn) -> Reading[None]:
     """Read a turn's messages. Text that does not begin one is content."""
     text = turn.text
     found: str | None = ""
     while found is not None:
-        space = "" if found == START else (yield from text.space())
-        first = START if found == START else (yield from text.one_of(START, CHANNEL, "to="))
+        space = "" if found == _START else (yield from text.space())
+        first = _START if found == _START else (yield from text.one_of(_START, CHANNEL, "to="))
         if first is None:
             turn.content(space)
-            found = yield from turn.prose((*ENDS, START), turn.content)
+            found = yield from turn.prose((*_ENDS, _START), turn.content)
             continue
         header = [first]
         try:
-            yield from text.until((MESSAGE,), header.append)
+            yield from text.until((_MESSAGE,), header.append)
         except Ended:
             turn.content("".join(header))
             return
@@ -46,10 +45,10 @@ def _message(turn: MarkedTurn, header: str) -> Reading[str | None]:
     """Read a message; returns the mark at its end."""
     channel, function = _CHANNEL.search(header), _FUNCTION.search(header)
     if function is not None:
-        yield from turn.attempt(_call(turn, function[1]), header + MESSAGE)
+        yield from turn.attempt(_call(turn, function[1]), header + _MESSAGE)
         return ""
     turn.reasons = channel is not None and channel[1] == "analysis"
-    found = yield from turn.prose((*ENDS, START), turn.reasoning if turn.reasons else turn.content)
+    found = yield from turn.prose((*_ENDS, _START), turn.reasoning if turn.reasons else turn.content)
     turn.reasons = False
     return found
 
@@ -60,4 +59,7 @@ def _call(turn: MarkedTurn, name: str) -> Reading[None]:
     turn.call(name)
     yield from read_arguments(turn)
     yield from text.space()
-    yield from text.one_of(*ENDS)
+    yield from text.one_of(*_ENDS)
+
+
+OPENAI = CallFormat(_read, (_START, CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS))

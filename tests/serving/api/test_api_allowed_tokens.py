@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from api_bodies import refused
-from api_clients import CHAT, COMPLETIONS, complete, post, tokenizer
+from api_clients import CHAT, COMPLETIONS, complete, post, refused, tokenizer
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from model_runner import RequestError, TokenIds
-from serving.api.long_work import SHORT_BYTES
-from serving.text.bad_words import bad_token_sequences
+from serving.api.service import SHORT_BYTES
+from serving.text.words import bad_token_sequences
 
 pytestmark = pytest.mark.long
 
@@ -53,7 +52,7 @@ def test_none_of_them_is_nothing() -> None:
 
 
 def test_each_output_of_a_chat_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.api.allowed_tokens.MAX_ALLOWED_OF_ALL", 12)
+    monkeypatch.setattr("serving.api.sampling.MAX_ALLOWED_OF_ALL", 12)
     body = {**ASKS[CHAT], "allowed_token_ids": [1, 2, 3], "max_tokens": 1}
     assert post(FakeEngine(), CHAT, {**body, "n": 4}).status_code == 200
     assert refused(FakeEngine(), CHAT, {**body, "n": 5})["param"] == "allowed_token_ids"

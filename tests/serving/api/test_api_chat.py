@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from api_bodies import refused
-from api_clients import CHAT, JSON, app_with, call, chat, post, says, stream, token_ids, tokenizer
+from api_clients import CHAT, app_with, chat, post, post_bytes, refused, says, stream, token_ids, tokenizer
 from chat_templates import TEMPLATES
 from fake_engine import FakeEngine
 
@@ -166,5 +165,5 @@ def test_nested_values_are_no_fault_of_the_server(name: str, depth: int) -> None
     if name == "arguments":
         message = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": nested}}]}
     body = json.dumps({"messages": [USER, message], "max_tokens": 1})
-    response = call(app_with(TEMPLATES["qwen 2.5"], FakeEngine()), "POST", PATH, content=body, headers=JSON)
+    response = post_bytes(app_with(TEMPLATES["qwen 2.5"], FakeEngine()), PATH, body)
     assert response.status_code in (200, 400), response.text

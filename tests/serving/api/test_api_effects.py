@@ -23,7 +23,7 @@ from serving.api.schema.request_models import (
     TokenizeRequest,
 )
 from serving.api.schema.responses_request import ReasoningConfig, ResponsesRequest, TextConfig
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 
 USER = {"role": "user", "content": "one two three"}
 BODIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {

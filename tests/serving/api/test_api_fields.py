@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from pydantic import BaseModel
 from repository import ROOT
 
-from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
+from serving.api.sampling import MAX_ALLOWED_OF_ALL
 from serving.api.schema import unsupported_fields
 from serving.api.schema.request_models import (
     ChatCompletionRequest,
@@ -23,8 +23,7 @@ from serving.api.schema.request_models import (
 )
 from serving.api.schema.responses_request import ReasoningConfig, ResponsesRequest, TextConfig
 from serving.api.schema.unsupported_fields import MAX_NAME_CHARACTERS, MAX_NAMED, UNUSED
-from serving.text.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
-from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from serving.text.words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 pytestmark = pytest.mark.long
 

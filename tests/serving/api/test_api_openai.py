@@ -22,7 +22,7 @@ from repository import TINY_MOE
 from model_runner import RequestError
 from serving.requests import EngineDead
 from serving.text.tokenizer import load_tokenizer
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 
 if TYPE_CHECKING:
     import openai

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_bodies import refused
-from api_clients import CHAT, COMPLETIONS, app_with, chat, complete, post, says, stream, token_ids, tokenizer
+from api_clients import CHAT, COMPLETIONS, app_with, chat, complete, post, refused, says, stream, token_ids, tokenizer
 from fake_engine import FakeEngine
 
 from serving.api.prompts import COUNTED_CHARACTERS, _names_in

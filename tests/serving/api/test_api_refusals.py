@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_bodies import refused
-from api_clients import ASKS, CHAT, COMPLETIONS, post
+from api_clients import ASKS, CHAT, COMPLETIONS, post, refused
 from fake_engine import FakeEngine
 
-from serving.api.allowed_tokens import MAX_ALLOWED_OF_ALL
+from serving.api.sampling import MAX_ALLOWED_OF_ALL
 
 pytestmark = pytest.mark.long
 

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from api_bodies import RESPONSES, refused
-from api_clients import MODEL, Recorder, app_of, app_with, call, post, says, tokenizer
+from api_clients import MODEL, RESPONSES, Recorder, app_of, app_with, call, post, refused, says, tokenizer
 from fake_engine import FakeEngine, FakeInfo
 
 from serving.api.schema.response_models import ErrorDetail
 from serving.api.schema.responses_models import ModelResponse, ResponseEvent
 from serving.requests import EngineDead
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 TEMPLATE = (

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from api_bodies import BODIES, RESPONSES, Exchange
-from api_clients import COMPLETIONS, Recorder, app_of, call, client_of, post, says
+from api_clients import BODIES, COMPLETIONS, RESPONSES, Exchange, Recorder, app_of, call, client_of, post, says
 from fake_engine import CrowdedEngine, FakeEngine
 
 from serving.api.service import Service

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from api_bodies import refused
-from api_clients import ASKS, CHAT, COMPLETIONS, post, stream
+from api_clients import ASKS, CHAT, COMPLETIONS, post, refused, stream
 from fake_engine import FakeEngine
 from repository import ROOT
 
 from serving.api.schema.errors import validation_error
-from serving.api.schema.structured_fields import JsonSchemaFormat, ResponseFormat, StructuredOutputs
-from serving.structured import formats
+from serving.api.schema.request_models import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from serving.structured.patterns import LIBRARY_FORMATS, OWN_FORMATS, REFUSED_FORMATS
 from serving.structured.schema import REFUSED as REFUSED_KEYWORDS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -222,5 +221,5 @@ def test_the_document_has_the_refused_keywords_and_formats() -> None:
     assert re.findall(r"`([^`]+)`", refused) == list(REFUSED_KEYWORDS)
     done, rest = rows["| `format`"].split("; ", 1)
     named = re.findall(r"`([^`]+)`", done.split(" | ")[1])
-    assert set(named) == formats.OWN.keys() | formats.LIBRARY
-    assert set(re.findall(r"`([^`]+)`", rest)) == formats.REFUSED
+    assert set(named) == OWN_FORMATS.keys() | LIBRARY_FORMATS
+    assert set(re.findall(r"`([^`]+)`", rest)) == REFUSED_FORMATS

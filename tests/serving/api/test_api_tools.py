@@ -9,14 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from api_bodies import refused
-from api_clients import CHAT, MODEL, app_with, chat, client_of, events_of, post, says, stream, tokenizer
+from api_clients import CHAT, MODEL, app_with, chat, client_of, events_of, post, refused, says, stream, tokenizer
 from fake_engine import FakeEngine
 from fastapi import FastAPI
 
-from serving.api.schema.tool_models import MAX_TOOLS
+from serving.api.schema.request_models import MAX_TOOLS
 from serving.text.tokenizer import Vocabulary
-from serving.turns import TurnSettings
+from serving.turns.parsers import TurnSettings
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}"

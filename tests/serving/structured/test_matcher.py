@@ -1,4 +1,4 @@
-"""Masks against a naive reference: token by token, is it one that llguidance would take?"""
+"""Masks against a naive reference: token by token, is it one that llguidance would take? Drafts that a grammar cuts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from threading import Event
 
 import pytest
 import torch
-from grammars import compiler, regex, schema
+from grammars import Rule, RuleMasks, compiler, regex, schema
+from llguidance import LLParserLimits
 from repository import TINY_CHAT
 
-from model_runner import GrammarRows, RequestError
+from model_runner import Draft, GrammarRows, RequestError, SamplingParams
 from model_runner.sampling.rows import fill_masks
+from serving.scheduler.request import TrackedRequest
+from serving.scheduler.speculation import _obeying
 from serving.structured import matcher as matchers
-from serving.structured.matcher import GrammarCompiler, Matcher
-from serving.structured.tokenizer import grammar_tokenizer, load_grammar_tokenizer
+from serving.structured.matcher import GrammarCompiler, Matcher, grammar_tokenizer, load_grammar_tokenizer
 from serving.text.tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
-from llguidance import LLParserLimits
 
 PERSON = schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 ENDS = (2, 0)
@@ -204,3 +205,41 @@ def test_tokenizers(tmp_path: Path) -> None:
         load_grammar_tokenizer(tmp_path, VOCAB, ENDS)
     with pytest.raises(RequestError, match=r"need a tokenizer with a tokenizer\.json; this model's is a str"):
         grammar_tokenizer("slow", VOCAB, ENDS)  # type: ignore[arg-type]
+
+
+PROBS = torch.arange(12.0).view(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (Draft((2, 3, 4, 5)), Draft((2, 3, 4, 5))),
+        (Draft((2, 3, 9, 5)), Draft((2, 3))),
+        (Draft((9, 2)), Draft(())),
+        (Draft((1, 1, 2, 4), (0, 0, 1, 3)), Draft((), ())),
+        (Draft((9, 2, 3, 3, 8), (0, 0, 1, 2, 4)), Draft((2, 3), (0, 1))),
+        (Draft((2, 2, 3, 3, 4), (0, 0, 1, 2, 4)), Draft((2, 2, 3, 3, 4), (0, 0, 1, 2, 4))),
+    ],
+)
+def test_drafts_are_cut(given: Draft, kept: Draft) -> None:
+    """Every token is one above the one before. After the output 0, 1 that is 2."""
+    request = a_request()
+    assert _obeying(request, given) == kept
+    assert request.grammar is not None
+    assert request.grammar.num_tokens == 2, "the state follows the output, not the drafts"
+
+
+@pytest.mark.parametrize(("tokens", "count"), [((2, 3, 4, 5), 4), ((2, 3, 9, 5), 3), ((9, 2, 3, 4), 1)])
+def test_a_refused_draft_that_was_drawn_is_left_to_rejection(tokens: tuple[int, ...], count: int) -> None:
+    """Without it, the token in its place would not be drawn from what the target leaves."""
+    kept = _obeying(a_request(), Draft(tokens, None, PROBS))
+    assert kept.tokens == tokens[:count]
+    assert kept.probs is not None
+    assert torch.equal(kept.probs, PROBS[:count])
+
+
+def a_request() -> TrackedRequest:
+    rule = Rule(lambda output: [len(output)], RuleMasks(1))
+    request = TrackedRequest("a", [7, 7, 7], SamplingParams(grammar="any text"), limit=90, grammar=rule)
+    request.token_ids += [0, 1]
+    return request

@@ -1,19 +1,25 @@
-"""From what a user asks for to a grammar: regular expressions, choices, grammars, structural tags, and reasoning."""
+"""From what a user asks for to a grammar: regular expressions, choices, grammars, structural tags, and reasoning.
+
+What is refused of schemas is a subset of what vLLM refuses, but for what it takes without looking at it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from forms import refusal, takes
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from model_runner import RequestError
 from serving.structured import Preamble
-from serving.structured.patterns import translated
+from serving.structured.patterns import LIBRARY_FORMATS, OWN_FORMATS, REFUSED_FORMATS, translated
+from serving.structured.schema import REFUSED
 
 # -- regular expressions
 
@@ -180,3 +186,84 @@ def test_reasoning_comes_first() -> None:
     assert takes('<think>{"b": 1} so</think>{"a": 1}', not_begun, **asked)
     assert takes('{"a": 1}', not_begun, **asked)
     assert not takes('so</think>{"a": 1}', not_begun, **asked)
+
+
+# -- what vLLM refuses: facts, read in copies of its source; it was not run
+# Its `auto` asks xgrammar's check first, and takes a schema that this passes. What it refuses goes to llguidance, as
+# that library reads it without help; schemas with `patternProperties` go to outlines in its place.
+
+REFUSED_BY_XGRAMMAR: Mapping[str, tuple[str, ...]] = {
+    "multipleOf": ("integer", "number"),
+    **dict.fromkeys(("uniqueItems", "contains", "minContains", "maxContains"), ("array",)),
+    **dict.fromkeys(("patternProperties", "propertyNames"), ("object",)),
+}
+"""Keyword -> the `type`s beside which xgrammar's check refuses it."""
+XGRAMMAR_FORMATS = frozenset(
+    {
+        *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer"),
+        *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
+    }
+)
+"""It refuses any other `format` of a string."""
+NOT_LOOKED_AT = frozenset(
+    {
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+    }
+)
+"""Keywords that xgrammar's check does not look at, and that no grammar here can make. Whether an output is valid is not
+told then, and llguidance, asked alone, refuses each. They are refused here."""
+STRICTER: Mapping[str, tuple[dict[str, object], str]] = {
+    "oneOf": (
+        {"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]},
+        "it passes the check; xgrammar takes it for anyOf, and writes what fits two options",
+    ),
+    "multipleOf": (
+        {"type": "number", "multipleOf": 0.01},
+        "llguidance writes 0.07, which validators in floats call no multiple of 0.01",
+    ),
+    "const": ({"const": 2**53 + 1}, "llguidance rounds it"),
+    "minimum": ({"type": "number", "minimum": 1e19}, "llguidance writes bounds as integers of 64 bits"),
+    "minProperties": ({"type": "object", "minProperties": 2}, "the same name, written twice, is counted as two"),
+}
+"""What is refused here in some schemas only, and taken by vLLM -> such a schema, and why it is not taken here."""
+
+
+VALUES: dict[str, Any] = {"uniqueItems": True, "minContains": 2, "maxContains": 2, "propertyNames": {"maxLength": 1}}
+VALUES["contains"] = {"const": 1}
+
+
+def fault_of_guidance(schema: Any) -> str:
+    """Why vLLM's second choice refuses a schema."""
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return LLMatcher.validate_grammar(grammar)
+
+
+def test_each_refused_keyword_is_accounted_for() -> None:
+    assert {keyword for keyword in REFUSED if keyword not in REFUSED_BY_XGRAMMAR} == NOT_LOOKED_AT
+
+
+@pytest.mark.parametrize("keyword", [keyword for keyword in REFUSED if keyword in REFUSED_BY_XGRAMMAR])
+def test_refused_keywords_are_refused_there(keyword: str) -> None:
+    for kind in REFUSED_BY_XGRAMMAR[keyword]:
+        schema = {"type": kind, "contains": VALUES["contains"], keyword: VALUES[keyword]}
+        if "contains" not in keyword.lower():
+            del schema["contains"]
+        assert keyword in fault_of_guidance(schema)
+        assert refusal(json=schema)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_FORMATS))
+def test_refused_formats_are_refused_there(name: str) -> None:
+    assert name not in XGRAMMAR_FORMATS
+    assert "Unknown format" in fault_of_guidance({"type": "string", "format": name})
+
+
+def test_formats_that_are_taken_there_are_taken() -> None:
+    assert OWN_FORMATS.keys() | LIBRARY_FORMATS >= XGRAMMAR_FORMATS
+
+
+@pytest.mark.parametrize("keyword", STRICTER)
+def test_schemas_that_are_taken_there_only_are_known(keyword: str) -> None:
+    schema, _ = STRICTER[keyword]
+    assert keyword in str(refusal(json=schema))

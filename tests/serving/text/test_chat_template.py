@@ -11,8 +11,7 @@ from jinja2.exceptions import TemplateError
 from repository import TINY_MOE
 
 from model_runner import RequestError
-from serving.text.chat_template import ChatTemplate
-from serving.text.template_forms import TRIED
+from serving.text.chat_template import TRIED, ChatTemplate
 from serving.text.tokenizer import check_chat_template, load_tokenizer
 from ubatch import ConfigError
 

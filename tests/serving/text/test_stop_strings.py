@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model_runner import RequestError
 from serving.text.detokenizer import TextStream
-from serving.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, StopMatcher
+from serving.text.words import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, StopMatcher
 
 CHARACTERS = "abé🎉"
 STRINGS = st.lists(st.text(alphabet=CHARACTERS, min_size=1, max_size=6), max_size=5)

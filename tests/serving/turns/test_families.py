@@ -10,9 +10,8 @@ from repository import TINY_CHAT
 
 from serving.structured import Messages, Preamble, StructuredOutputsParams, grammar_text
 from serving.text.tokenizer import load_tokenizer
-from serving.turns import TOOL_PARSERS, TurnSettings, with_defaults
-from serving.turns.families import tool_parser_of
-from serving.turns.formats import deepseek
+from serving.turns.formats.in_sections import DEEPSEEK, SEPARATOR
+from serving.turns.parsers import TOOL_PARSERS, TurnSettings, tool_parser_of, with_defaults
 from ubatch import ConfigError
 
 SHOWN = {
@@ -22,8 +21,8 @@ SHOWN = {
     "llama3_json": """<|start_header_id|>{"name": "f", "parameters": {}}""",
     "mistral": "[TOOL_CALLS][{{ call | tojson }}]",
     "granite": "Write <|tool_call|> and a list of <tool_call>",
-    "deepseek_v3": f"{deepseek.SECTION.call}function{deepseek.SEPARATOR}```json",
-    "deepseek_v31": f"{deepseek.SECTION.call}{{{{ name }}}}{deepseek.SEPARATOR}",
+    "deepseek_v3": f"{DEEPSEEK.call}function{SEPARATOR}```json",
+    "deepseek_v31": f"{DEEPSEEK.call}{{{{ name }}}}{SEPARATOR}",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>",
     "openai": "<|start|>assistant<|channel|>final<|message|>",
 }
@@ -81,7 +80,7 @@ def tokenizer() -> Any:
 def test_a_form_comes_after_the_reasoning(tokenizer: Any, before: Any, text: str, fits: bool) -> None:
     """Here harmony's marks are other tokens of the tokenizer."""
     llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed; `make setup` installs it")
-    from serving.structured.tokenizer import grammar_tokenizer
+    from serving.structured.matcher import grammar_tokenizer
 
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

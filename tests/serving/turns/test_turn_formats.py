@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from serving.turns import TOOL_PARSERS, Before, ToolCallDelta, TurnDelta, TurnPlan, TurnSettings, make_turn_parser
-from serving.turns.formats import deepseek
+from serving.turns.formats.in_sections import DEEPSEEK, DEEPSEEK_V3, SEPARATOR
+from serving.turns.marked import ToolCallDelta, TurnDelta
+from serving.turns.parsers import TOOL_PARSERS, Before, TurnPlan, TurnSettings, make_turn_parser
 
 TOOLS: Mapping[str, Mapping[str, Any]] = {
     "get_weather": {
@@ -67,9 +68,9 @@ class Row:
 def ds(*calls: tuple[str, str], v3: bool = True) -> str:
     """A section of DeepSeek's calls."""
     form = "{call}function{sep}{name}\n```json\n{json}\n```{end}" if v3 else "{call}{name}{sep}{json}{end}"
-    marks = {"call": deepseek.SECTION.call, "sep": deepseek.SEPARATOR, "end": deepseek.SECTION.call_end}
+    marks = {"call": DEEPSEEK.call, "sep": SEPARATOR, "end": DEEPSEEK.call_end}
     written = "\n".join(form.format(**marks, name=name, json=text) for name, text in calls)
-    return f"{deepseek.SECTION.begin}{written}{deepseek.SECTION.end}"
+    return f"{DEEPSEEK.begin}{written}{DEEPSEEK.end}"
 
 
 def kimi(*calls: tuple[str, str]) -> str:
@@ -187,7 +188,9 @@ GOOD: Mapping[str, Row] = {
     "granite: 3.1": Row("granite", '<tool_call> [ {"name": "now", "arguments": {}} ]', calls=[NOW]),
     "granite: no mark": Row("granite", '[{"name": "now", "arguments": {}}]', calls=[NOW]),
     "granite: an answer in JSON": Row("granite", '[{"name": "Bob"}]', '[{"name": "Bob"}]'),
-    "deepseek_v3": Row("deepseek_v3", ds(("get_weather", '{"city": "Paris"}')), calls=[WEATHER], hidden=deepseek.MARKS),
+    "deepseek_v3": Row(
+        "deepseek_v3", ds(("get_weather", '{"city": "Paris"}')), calls=[WEATHER], hidden=DEEPSEEK_V3.marks
+    ),
     "deepseek_v3: several": Row(
         "deepseek_v3", f"Ok.{ds(('get_weather', HARD_JSON), ('now', '{}'))}!", "Ok.!", [("get_weather", HARD_JSON), NOW]
     ),
@@ -405,7 +408,7 @@ def test_ids(parser: str, text: str, ids: str) -> None:
 
 
 def test_marks_that_are_special_tokens_are_no_content() -> None:
-    row = Row("deepseek_v31", f"a{deepseek.SECTION.end}b{deepseek.SECTION.call}c", "abc", hidden=deepseek.MARKS)
+    row = Row("deepseek_v31", f"a{DEEPSEEK.end}b{DEEPSEEK.call}c", "abc", hidden=DEEPSEEK_V3.marks)
     for pieces in cuts(row.text):
         assert put_together(deltas(row, pieces, streamed=True))[0] == "abc"
 

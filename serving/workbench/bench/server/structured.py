@@ -33,8 +33,7 @@ from pydantic import Field
 
 from model_runner import GrammarRows, RandomDeepseekV3, RandomQwen3Moe, SamplingParams, TokenGrammar
 from serving.llm import LLM
-from serving.structured.matcher import GrammarCompiler
-from serving.structured.tokenizer import load_grammar_tokenizer
+from serving.structured.matcher import GrammarCompiler, load_grammar_tokenizer
 from serving.workbench.bench.options import SERVER, Dtype
 from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.structured_device import measure_device

@@ -1,17 +1,113 @@
-"""Writes arguments as JSON from values that a format gives as plain text, by the types of the function's parameters."""
+"""Formats whose parameters are text between tags. Arguments are JSON, written from that text by the parameters' types.
+
+`glm45` (GLM-4.5, 4.6, 4.7):
+
+    <tool_call>get_weather
+    <arg_key>city</arg_key>
+    <arg_value>Paris</arg_value>
+    </tool_call>
+
+`qwen3_coder` (Qwen3-Coder, Qwen3.5):
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any
 
-from serving.turns.marked import MarkedTurn
-from serving.turns.reading import Give
+from serving.turns.marked import CallFormat, MarkedTurn
+from serving.turns.reading import Give, Malformed, Reading
 
+_BEGIN, _END = _MARKS = ("<tool_call>", "</tool_call>")
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_FUNCTION, _FUNCTION_END, _PARAMETER = "<function=", "</function>", "<parameter="
+_VALUE_ENDS = ("\n</parameter>", "</parameter>")
 _WORDS = {"True": True, "False": False, "None": None}
 """As Python writes them, which models do, too."""
 _MAX_DEPTH = 8
+_KINDS: Mapping[type, set[str]] = {
+    NoneType: {"null"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+}
+"""Type of a value -> its types in JSON Schema."""
+
+
+def _read_glm(turn: MarkedTurn) -> Reading[None]:
+    while (mark := (yield from turn.prose((_BEGIN,), turn.content))) is not None:
+        yield from turn.attempt(_glm_call(turn), mark)
+
+
+def _glm_call(turn: MarkedTurn) -> Reading[None]:
+    text = turn.text
+    yield from text.space()
+    name, found = yield from text.up_to("\n", _KEY, _END)
+    name = name.strip()
+    turn.call(name)
+    arguments = ArgumentsWriter(turn, name)
+    if found == "\n":
+        yield from text.space()
+        found = yield from text.expect(_KEY, _END)
+    while found == _KEY:
+        key, _ = yield from text.up_to(_KEY_END)
+        yield from text.space()
+        yield from text.expect(_VALUE)
+        value = arguments.value(key.strip())
+        yield from text.until((_VALUE_END,), value.add)
+        value.close()
+        yield from text.space()
+        found = yield from text.expect(_KEY, _END)
+    arguments.close()
+
+
+def _read_coder(turn: MarkedTurn) -> Reading[None]:
+    """Some models leave out the outer mark."""
+    while (mark := (yield from turn.prose((_BEGIN, _FUNCTION), turn.content))) is not None:
+        yield from turn.attempt(_coder_call(turn, mark), mark)
+
+
+def _coder_call(turn: MarkedTurn, mark: str) -> Reading[None]:
+    text = turn.text
+    if mark == _BEGIN:
+        yield from text.space()
+        yield from text.expect(_FUNCTION)
+    name = yield from _name(turn)
+    turn.call(name)
+    arguments = ArgumentsWriter(turn, name)
+    yield from text.space()
+    while (yield from text.expect(_PARAMETER, _FUNCTION_END)) == _PARAMETER:
+        value = arguments.value((yield from _name(turn)))
+        yield from text.one_of("\n")
+        yield from text.until(_VALUE_ENDS, value.add)
+        value.close()
+        yield from text.space()
+    arguments.close()
+    yield from text.space()
+    yield from text.one_of(_END)
+
+
+def _name(turn: MarkedTurn) -> Reading[str]:
+    name, end = yield from turn.text.up_to(">", "\n")
+    if end != ">":
+        raise Malformed
+    return name
+
+
+GLM45, QWEN3_CODER = CallFormat(_read_glm, _MARKS), CallFormat(_read_coder, _MARKS)
 
 
 class ArgumentsWriter:
@@ -77,21 +173,8 @@ def _refuse(name: str) -> None:
 
 
 def _kinds(value: Any) -> set[str]:
-    match value:
-        case None:
-            return {"null"}
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number", *(["integer"] if value.is_integer() else [])}
-        case dict():
-            return {"object"}
-        case list():
-            return {"array"}
-        case _:
-            return {"string"}
+    kinds = _KINDS[type(value)]
+    return kinds | {"integer"} if isinstance(value, float) and value.is_integer() else kinds
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[str]:
