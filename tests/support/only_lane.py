@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ubatch import CommGroup, Schedule, Trace, tracing
-from ubatch.lanes.single_lane import SingleLane
+from ubatch.lanes.workers import SingleLane
 
 __all__ = ["alone"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from model_runner.auto.step_stages import Stages, expected_log_ratio, row
 from ubatch import SCHEDULES
-from ubatch.ranks.transfer_times import Arrival
+from ubatch.ranks.waits import Arrival
 from ubatch.schedules.vote import TOLD_WIDTH
 
 LAYERS = 4

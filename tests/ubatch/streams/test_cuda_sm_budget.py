@@ -13,8 +13,7 @@ from wrapping import wrapped
 
 from ubatch import ConfigError, Schedule, UBatchConfig, dbo_yield, get_schedule
 from ubatch.dbo import current_sm_budget, report_sm_use
-from ubatch.streams.sm_budget import SMBudget, share_out_sms
-from ubatch.streams.streams import NullStreams
+from ubatch.streams.streams import NullStreams, SMBudget, share_out_sms
 
 
 class Kernels(nn.Module):

@@ -17,7 +17,7 @@ from wrapping import wrapped
 
 from ubatch import dbo_yield
 from ubatch.schedules.schedule import Schedule
-from ubatch.trace.ranges import profile_ranges
+from ubatch.trace.recorder import profile_ranges
 
 POINTS = ("select", "dispatch", "mine")
 
