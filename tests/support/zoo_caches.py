@@ -12,7 +12,6 @@ from zoo_entry import (
     CANNOT_MERGE,
     KEEPS_STATE,
     OVERLAPS,
-    VOCABULARY,
     Act,
     Call,
     Entry,
@@ -25,51 +24,14 @@ from zoo_entry import (
     one_of,
     padded_tokens,
     pretrained,
+    tiny,
     token_ids,
     tokens,
     training_step,
 )
-from zoo_language import BASE, GPT, LLAMA, MOE, NO_ENDS, SEQ2SEQ, T5, encoded_and_decoded
+from zoo_language import encoded_and_decoded
 
 HEADS = 4
-SSM: dict[str, Any] = {**LLAMA, "state_size": 4, "conv_kernel": 3}
-MAMBA2: dict[str, Any] = {**SSM, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4, "expand": 2}
-JAMBA: dict[str, Any] = {
-    **MOE,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "mamba_d_state": 4,
-    "mamba_d_conv": 3,
-    "mamba_dt_rank": 4,
-    "use_mamba_kernels": False,
-}
-LFM2: dict[str, Any] = {**LLAMA, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
-NEXT: dict[str, Any] = {
-    **MOE,
-    "head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-    "linear_conv_kernel_dim": 3,
-    "shared_expert_intermediate_size": 8,
-}
-BAMBA: dict[str, Any] = {
-    **LLAMA,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_d_state": 4,
-    "mamba_d_conv": 3,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 4,
-    "mamba_expand": 2,
-    "attn_layer_indices": [1],
-}
-RWKV: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 32}
-GRIFFIN: dict[str, Any] = {**LLAMA, "block_types": ["recurrent", "attention"], "lru_width": 16, "conv1d_width": 3}
 
 
 def chunks(cache: Callable[[nn.Module], Any], name: str = "past_key_values") -> Act:
@@ -147,21 +109,18 @@ def _hybrid(
 
 def rwkv() -> nn.Module:
     """It notes at its first call that its weights are not scaled."""
-    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**RWKV, rescale_every=0)).eval()
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**tiny.RWKV, rescale_every=0)).eval()
 
-
-TRAINED = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
 ENTRIES = [
-    *_hybrid("MambaForCausalLM", SSM),
-    *_hybrid("Mamba2ForCausalLM", MAMBA2),
-    *_hybrid("JambaForCausalLM", JAMBA),
-    *_hybrid("Lfm2ForCausalLM", LFM2),
-    *_hybrid("Qwen3NextForCausalLM", NEXT),
-    *_hybrid("FalconH1ForCausalLM", {**BAMBA, "mamba_d_ssm": 32}),
-    *_hybrid("BambaForCausalLM", BAMBA),
-    *_hybrid("RecurrentGemmaForCausalLM", GRIFFIN, KEEPS_STATE, KEEPS_STATE),
+    *_hybrid("MambaForCausalLM", tiny.SSM),
+    *_hybrid("Mamba2ForCausalLM", tiny.MAMBA2),
+    *_hybrid("JambaForCausalLM", tiny.JAMBA),
+    *_hybrid("Lfm2ForCausalLM", tiny.LFM2),
+    *_hybrid("Qwen3NextForCausalLM", tiny.NEXT),
+    *_hybrid("FalconH1ForCausalLM", {**tiny.BAMBA, "mamba_d_ssm": 32}),
+    *_hybrid("BambaForCausalLM", tiny.BAMBA),
+    *_hybrid("RecurrentGemmaForCausalLM", tiny.GRIFFIN, KEEPS_STATE, KEEPS_STATE),
     _space("RwkvForCausalLM", rwkv, tokens, one_of(OVERLAPS, KEEPS_STATE)),
     _space(
         "RwkvForCausalLM with its state",
@@ -170,38 +129,38 @@ ENTRIES = [
         one_of(OVERLAPS, CANNOT_MERGE),  # its step broadcasts the states [B, E] over the rows: logits [B, B, V]
         act=returned("state"),
     ),
-    _given("LlamaForCausalLM", "a DynamicCache given", LLAMA, chunks(dynamic_cache)),
+    _given("LlamaForCausalLM", "a DynamicCache given", tiny.LLAMA, chunks(dynamic_cache)),
     _given(
         "MistralForCausalLM",
         "a sliding cache given",
-        {**LLAMA, "sliding_window": 4},
+        {**tiny.LLAMA, "sliding_window": 4},
         chunks(dynamic_cache),
         collides=(HEADS, "heads, window"),
     ),
-    _given("LlamaForCausalLM", "a StaticCache given", LLAMA, chunks(static_cache)),
-    _given("Qwen3MoeForCausalLM", "the returned cache", {**MOE, "head_dim": 4}, RETURNED),
-    _given("Lfm2ForCausalLM", "the returned cache", LFM2, RETURNED),
-    _given("GPT2LMHeadModel", "the returned cache", GPT, RETURNED),
-    _generate("LlamaForCausalLM", LLAMA, "greedy"),
-    _generate("LlamaForCausalLM", LLAMA, "without a cache", use_cache=False),
-    _generate("GPT2LMHeadModel", GPT, "3 beams", num_beams=3),
-    _generate("Qwen3MoeForCausalLM", {**MOE, "head_dim": 4}, "sampling", do_sample=True, top_k=20),
+    _given("LlamaForCausalLM", "a StaticCache given", tiny.LLAMA, chunks(static_cache)),
+    _given("Qwen3MoeForCausalLM", "the returned cache", {**tiny.MOE, "head_dim": 4}, RETURNED),
+    _given("Lfm2ForCausalLM", "the returned cache", tiny.LFM2, RETURNED),
+    _given("GPT2LMHeadModel", "the returned cache", tiny.GPT, RETURNED),
+    _generate("LlamaForCausalLM", tiny.LLAMA, "greedy"),
+    _generate("LlamaForCausalLM", tiny.LLAMA, "without a cache", use_cache=False),
+    _generate("GPT2LMHeadModel", tiny.GPT, "3 beams", num_beams=3),
+    _generate("Qwen3MoeForCausalLM", {**tiny.MOE, "head_dim": 4}, "sampling", do_sample=True, top_k=20),
     _generate(
         "Qwen3MoeForCausalLM",
-        {**MOE, "head_dim": 4},
+        {**tiny.MOE, "head_dim": 4},
         "2 beams, scores and states",
         num_beams=2,
         return_dict_in_generate=True,
         output_scores=True,
         output_hidden_states=True,
     ),
-    _generate("MixtralForCausalLM", MOE, "sampling in beams", num_beams=2, do_sample=True),
-    _generate("GPTNeoXForCausalLM", {**BASE, **NO_ENDS}, "greedy, penalised", repetition_penalty=1.5),
-    _generate("T5ForConditionalGeneration", T5, "greedy", arguments=padded_tokens),
-    _generate("BartForConditionalGeneration", SEQ2SEQ, "2 beams", num_beams=2, arguments=padded_tokens),
-    _train("GPT2LMHeadModel", {**GPT, **TRAINED}, tokens),
-    _train("LlamaForCausalLM", LLAMA, padded_tokens),
-    _train("MixtralForCausalLM", MOE, tokens, collides=(HEADS, "heads, experts")),
-    _train("BartModel", {**SEQ2SEQ, **NO_DROPOUT}, encoded_and_decoded),
-    _trained("BertModel, gradients in eval", pretrained("BertModel", **BASE), padded_tokens),
+    _generate("MixtralForCausalLM", tiny.MOE, "sampling in beams", num_beams=2, do_sample=True),
+    _generate("GPTNeoXForCausalLM", {**tiny.BASE, **tiny.NO_ENDS}, "greedy, penalised", repetition_penalty=1.5),
+    _generate("T5ForConditionalGeneration", tiny.T5, "greedy", arguments=padded_tokens),
+    _generate("BartForConditionalGeneration", tiny.SEQ2SEQ, "2 beams", num_beams=2, arguments=padded_tokens),
+    _train("GPT2LMHeadModel", {**tiny.GPT, **tiny.TRAINED}, tokens),
+    _train("LlamaForCausalLM", tiny.LLAMA, padded_tokens),
+    _train("MixtralForCausalLM", tiny.MOE, tokens, collides=(HEADS, "heads, experts")),
+    _train("BartModel", {**tiny.SEQ2SEQ, **tiny.NO_DROPOUT}, encoded_and_decoded),
+    _trained("BertModel, gradients in eval", pretrained("BertModel", **tiny.BASE), padded_tokens),
 ]

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from torch import Tensor, nn
 from wrapping import Plain
 
@@ -30,6 +33,9 @@ LOSS = "zero_dim_output"
 """A mean over the rows."""
 TOO_SMALL = frozenset({"last_ubatch_empty", "below_prefill_threshold", "below_decode_threshold"})
 """One row is not cut; which of the three is said first depends on the number of its tokens."""
+
+tiny = SimpleNamespace(**yaml.safe_load(Path(__file__).with_name("zoo_configs.yaml").read_text(encoding="utf-8")))
+"""Configurations of models, by name."""
 
 ODD = 7
 VOCABULARY = 64

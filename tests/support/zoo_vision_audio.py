@@ -17,36 +17,11 @@ from zoo_entry import (
     given,
     of_family,
     pixels,
+    tiny,
     token_ids,
     tokens,
 )
-from zoo_language import BASE, LLAMA, SEQ2SEQ
 
-LAYERS: dict[str, Any] = {
-    name: BASE[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-}
-VIT: dict[str, Any] = {
-    "image_size": 16,
-    "patch_size": 8,
-    "num_channels": 3,
-    **LAYERS,
-    "initializer_range": 0.2,
-}
-SPEECH: dict[str, Any] = {
-    **LAYERS,
-    "conv_dim": (8, 8),
-    "conv_kernel": (6, 4),
-    "conv_stride": (4, 2),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "num_feat_extract_layers": 2,
-    "feat_extract_norm": "group",
-    "vocab_size": 32,
-}
-ONE_LAYER = {"num_hidden_layers": 1}
-STAGES: dict[str, Any] = {"num_encoder_blocks": 2, "depths": [1, 1], "patch_sizes": [3, 3], "strides": [2, 2]}
-WHISPER: dict[str, Any] = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}
-STRIDES = {"frequency_stride": 4, "time_stride": 4}
 FRAMES = (4, "patches")
 MATRIX = CANNOT_MERGE
 """Every image against every text."""
@@ -58,7 +33,11 @@ def detr() -> nn.Module:
     backbone = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
     )
-    sizes = {name: SEQ2SEQ[name] for name in SEQ2SEQ if name.startswith(("encoder_", "decoder_")) or name == "d_model"}
+    sizes = {
+        name: tiny.SEQ2SEQ[name]
+        for name in tiny.SEQ2SEQ
+        if name.startswith(("encoder_", "decoder_")) or name == "d_model"
+    }
     config = transformers.DetrConfig(use_timm_backbone=False, backbone_config=backbone, num_queries=4, **sizes)
     return transformers.DetrForObjectDetection(config).eval()
 
@@ -66,16 +45,16 @@ def detr() -> nn.Module:
 def two_towers(kind: str) -> nn.Module:
     """CLIP and those like it: a text tower, a vision tower, and all pairs of both."""
     model = getattr(transformers, kind)
-    text = {**BASE, "max_position_embeddings": 16, "projection_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
-    towers = {"text_config": text, "vision_config": {**VIT, "projection_dim": 8}}
+    text = {**tiny.BASE, "max_position_embeddings": 16, "projection_dim": 8, "bos_token_id": 1, "eos_token_id": 2}
+    towers = {"text_config": text, "vision_config": {**tiny.VIT, "projection_dim": 8}}
     return model(model.config_class(**towers)).eval()
 
 
 def llava() -> nn.Module:
-    vision = transformers.CLIPVisionConfig(**VIT, projection_dim=8)
+    vision = transformers.CLIPVisionConfig(**tiny.VIT, projection_dim=8)
     config = transformers.LlavaConfig(
         vision_config=vision,
-        text_config=transformers.LlamaConfig(**LLAMA),
+        text_config=transformers.LlamaConfig(**tiny.LLAMA),
         image_token_id=1,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
@@ -116,7 +95,7 @@ def _vision(kind: str, **config: Any) -> Entry:
 
 def _patches(kind: str, outcome: Outcome = OVERLAPS, **config: Any) -> Entry:
     """A transformer over patches."""
-    return _seen(kind, {**VIT, **config}, pixels(), outcome, collides=(PATCHES, "patches"))
+    return _seen(kind, {**tiny.VIT, **config}, pixels(), outcome, collides=(PATCHES, "patches"))
 
 
 ENTRIES = [
@@ -124,16 +103,20 @@ ENTRIES = [
     _patches("BeitModel"),
     _patches("Dinov2Model"),
     _patches("YolosForObjectDetection", num_detection_tokens=3, image_size=[16, 16]),
-    _patches("ViTMAEModel", DRAWS_RANDOM, **{f"decoder_{name}": size for name, size in (LAYERS | ONE_LAYER).items()}),
+    _patches(
+        "ViTMAEModel",
+        DRAWS_RANDOM,
+        **{f"decoder_{name}": size for name, size in (tiny.LAYERS | tiny.ONE_LAYER).items()},
+    ),
     _patches("CLIPVisionModel"),
     _patches("SiglipVisionModel"),
     _vision("SwinModel", image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 4], window_size=2),
     _vision("ConvNextModel", num_channels=3, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     _vision("ResNetForImageClassification", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
-    _vision("PoolFormerModel", hidden_sizes=[8, 16], **STAGES, padding=[1, 1]),
+    _vision("PoolFormerModel", hidden_sizes=[8, 16], **tiny.STAGES, padding=[1, 1]),
     _vision(
         "SegformerForSemanticSegmentation",
-        **STAGES,
+        **tiny.STAGES,
         sr_ratios=[2, 1],
         hidden_sizes=[8, 16],
         num_attention_heads=[1, 2],
@@ -142,17 +125,17 @@ ENTRIES = [
         num_labels=3,
     ),
     _seen("DetrForObjectDetection", detr, pixels(32), collides=(4, "queries")),
-    _seen("TimesformerModel", {**VIT, "num_frames": 2}, frames, collides=FRAMES),
-    _seen("VivitModel", {**VIT, "num_frames": 2, "tubelet_size": [2, 8, 8]}, frames, collides=FRAMES),
+    _seen("TimesformerModel", {**tiny.VIT, "num_frames": 2}, frames, collides=FRAMES),
+    _seen("VivitModel", {**tiny.VIT, "num_frames": 2, "tubelet_size": [2, 8, 8]}, frames, collides=FRAMES),
     _multimodal("CLIPModel", lambda: two_towers("CLIPModel"), image_and_text, MATRIX),
-    _multimodal("CLIPTextModelWithProjection", {**BASE, "projection_dim": 8, "eos_token_id": 2}, tokens),
+    _multimodal("CLIPTextModelWithProjection", {**tiny.BASE, "projection_dim": 8, "eos_token_id": 2}, tokens),
     _multimodal("LlavaForConditionalGeneration", llava, image_in_text, collides=(3, "channels")),
-    _heard("WhisperForConditionalGeneration", WHISPER, spectrogram, collides=(3, "decoder's length")),
-    _heard("Wav2Vec2ForCTC", SPEECH, sound),
-    _heard("HubertModel", SPEECH, sound),
+    _heard("WhisperForConditionalGeneration", tiny.WHISPER, spectrogram, collides=(3, "decoder's length")),
+    _heard("Wav2Vec2ForCTC", tiny.SPEECH, sound),
+    _heard("HubertModel", tiny.SPEECH, sound),
     _heard(
         "ASTModel",
-        {**LAYERS, "patch_size": 4, "max_length": 8, "num_mel_bins": 8, **STRIDES},
+        {**tiny.LAYERS, "patch_size": 4, "max_length": 8, "num_mel_bins": 8, **tiny.STRIDES},
         lambda batch: given(input_values=torch.randn(batch, 8, 8)),
         collides=(8, "length"),
     ),
