@@ -9,8 +9,6 @@ import transformers
 from torch import nn
 from transformers import DynamicCache, StaticCache
 from zoo_entry import (
-    CANNOT_MERGE,
-    KEEPS_STATE,
     OVERLAPS,
     Act,
     Call,
@@ -30,6 +28,8 @@ from zoo_entry import (
     training_step,
 )
 from zoo_language import encoded_and_decoded
+
+from ubatch import DeclineReason as Why
 
 HEADS = 4
 
@@ -120,13 +120,13 @@ ENTRIES = [
     *_hybrid("Qwen3NextForCausalLM", tiny.NEXT),
     *_hybrid("FalconH1ForCausalLM", {**tiny.BAMBA, "mamba_d_ssm": 32}),
     *_hybrid("BambaForCausalLM", tiny.BAMBA),
-    *_hybrid("RecurrentGemmaForCausalLM", tiny.GRIFFIN, KEEPS_STATE, KEEPS_STATE),
-    _space("RwkvForCausalLM", rwkv, tokens, one_of(OVERLAPS, KEEPS_STATE)),
+    *_hybrid("RecurrentGemmaForCausalLM", tiny.GRIFFIN, Why.MODULE_KEEPS_STATE, Why.MODULE_KEEPS_STATE),
+    _space("RwkvForCausalLM", rwkv, tokens, one_of(OVERLAPS, Why.MODULE_KEEPS_STATE)),
     _space(
         "RwkvForCausalLM with its state",
         rwkv,
         seven_tokens,
-        one_of(OVERLAPS, CANNOT_MERGE),  # its step broadcasts the states [B, E] over the rows: logits [B, B, V]
+        one_of(OVERLAPS, Why.CANNOT_MERGE),  # its step broadcasts the states [B, E] over the rows: logits [B, B, V]
         act=returned("state"),
     ),
     _given("LlamaForCausalLM", "a DynamicCache given", tiny.LLAMA, chunks(dynamic_cache)),

@@ -23,14 +23,6 @@ from torch import Tensor, nn
 from wrapping import Plain
 
 OVERLAPS = "overlaps"
-ROWS_DEPEND = "rows_depend"
-KEEPS_STATE = "module_keeps_state"
-DRAWS_RANDOM = "draws_random"
-CANNOT_MERGE = "cannot_merge"
-LANE_FAILED = "lane_failed"
-SEQUENCE_FIRST = "sequence_first"
-LOSS = "zero_dim_output"
-"""A mean over the rows."""
 TOO_SMALL = frozenset({"last_ubatch_empty", "below_prefill_threshold", "below_decode_threshold"})
 """One row is not cut; which of the three is said first depends on the number of its tokens."""
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 from zoo_entry import (
-    KEEPS_STATE,
-    LANE_FAILED,
-    LOSS,
     SEQUENCE,
     Call,
     Entry,
@@ -25,9 +22,11 @@ from zoo_entry import (
     tokens,
 )
 
+from ubatch import DeclineReason as Why
+
 SQUEEZED = ("q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups", "output_groups")
 DROPS_OUT = "dropout_in_training"
-NOTES_LENGTH = one_of("overlaps", KEEPS_STATE)
+NOTES_LENGTH = one_of("overlaps", Why.MODULE_KEEPS_STATE)
 """It notes the length of the sequence in an attribute."""
 DECODED = 3
 """Tokens of a decoder's row, where an encoder reads `SEQUENCE`."""
@@ -125,7 +124,7 @@ ENTRIES = [
         "XLNetModel with mems",
         pretrained("XLNetModel", **tiny.XLNET),
         with_memory,
-        LANE_FAILED,
+        Why.LANE_FAILED,
         collides=(3, "length of the memory"),
     ),
     _encoding(
@@ -135,7 +134,13 @@ ENTRIES = [
         "draws_random",
         collides=(8, "sequence"),
     ),
-    Entry("BertForMaskedLM with labels", "labels", pretrained("BertForMaskedLM", **tiny.BASE), labelled, LOSS),
+    Entry(
+        "BertForMaskedLM with labels",
+        "labels",
+        pretrained("BertForMaskedLM", **tiny.BASE),
+        labelled,
+        Why.ZERO_DIM_OUTPUT,
+    ),
     Entry("BertModel in training", "training", growing(pretrained("BertModel", **tiny.BASE)), padded_tokens, DROPS_OUT),
     _decoder("GPT2LMHeadModel", tiny.GPT),
     _decoder(
@@ -167,7 +172,7 @@ ENTRIES = [
     _decoder(
         "MixtralForCausalLM",
         tiny.MOE,
-        LOSS,
+        Why.ZERO_DIM_OUTPUT,
         "MixtralForCausalLM with the router's loss",
         output_router_logits=True,
         arguments=tokens,
@@ -184,7 +189,7 @@ ENTRIES = [
         left_padded_tokens,
         acts=4,
     ),
-    _decoder("LlamaForCausalLM", tiny.LLAMA, LOSS, "LlamaForCausalLM with labels", arguments=labelled),
+    _decoder("LlamaForCausalLM", tiny.LLAMA, Why.ZERO_DIM_OUTPUT, "LlamaForCausalLM with labels", arguments=labelled),
     _pair("T5Model", tiny.T5),
     _pair("T5ForConditionalGeneration", tiny.T5),
     _pair("BartModel", tiny.SEQ2SEQ),

@@ -13,31 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 from wrapping import made
-from zoo_entry import (
-    CANNOT_MERGE,
-    DRAWS_RANDOM,
-    KEEPS_STATE,
-    LANE_FAILED,
-    LOSS,
-    OVERLAPS,
-    ROWS_DEPEND,
-    Call,
-    Entry,
-    Outcome,
-    floats,
-    given,
-    inference,
-    of,
-    of_family,
-    one_of,
-    several,
-)
+from zoo_entry import OVERLAPS, Call, Entry, Outcome, floats, given, inference, of, of_family, one_of, several
+
+from ubatch import DeclineReason as Why
 
 WIDTH = 4
 WIDE = (WIDTH, "width")
 ROWS = floats(WIDTH)
 SEQUENCES: dict[str, Any] = {"arguments": floats(5, 3), "collides": (5, "sequence")}
-SUMS = CANNOT_MERGE
+SUMS = Why.CANNOT_MERGE
 """What adds up over the rows is neither rows nor the same in all lanes."""
 
 
@@ -97,7 +81,7 @@ def nan_rows(batch: int) -> Call:
     return given(x)
 
 
-PAIRS = CANNOT_MERGE
+PAIRS = Why.CANNOT_MERGE
 """An output `[B, B]`: neither dimension can be put together from the lanes."""
 
 
@@ -201,11 +185,11 @@ ENTRIES = [
     _entry("a constant [1]", lambda x: (x + 1, torch.ones(1))),
     _entry("a constant of no dimensions", lambda x: (x + 1, torch.tensor(0.5))),
     _entry("mean over rows, [1, width]", lambda x: (x + 1, x.mean(0, keepdim=True)), SUMS),
-    _entry("Python float of the batch", lambda x: (x + 1, float(x.shape[0])), CANNOT_MERGE),
-    _entry("Python int of the batch", lambda x: (x + 1, x.shape[0]), CANNOT_MERGE),
+    _entry("Python float of the batch", lambda x: (x + 1, float(x.shape[0])), Why.CANNOT_MERGE),
+    _entry("Python int of the batch", lambda x: (x + 1, x.shape[0]), Why.CANNOT_MERGE),
     _entry("Python ints and floats, constant", lambda x: (x + 1, 3, 0.5, True)),
-    _entry("Python float of the values", lambda x: (x + 1, x.sum().item()), CANNOT_MERGE),
-    _entry("the batch's shape", lambda x: (x + 1, x.shape), CANNOT_MERGE),
+    _entry("Python float of the values", lambda x: (x + 1, x.sum().item()), Why.CANNOT_MERGE),
+    _entry("the batch's shape", lambda x: (x + 1, x.shape), Why.CANNOT_MERGE),
     _entry("list per row", lambda x: list(x * 2)),
     _entry("list per row of Python floats", lambda x: [row.sum().item() for row in x]),
     _entry("list per row, unbound tuple", lambda x: x.unbind(0)),
@@ -215,44 +199,53 @@ ENTRIES = [
         "detection, a list of images",
         detector(False, listed=True),
         lambda batch: given([torch.randn(WIDTH) for _ in range(batch)]),
-        LANE_FAILED,
+        Why.LANE_FAILED,
     ),
     _output("token counts [E]", ROUTER, ROWS, SUMS, collides=(8, "twice the experts")),
     _output("token counts [E], as many as rows", ROUTER, ROWS, SUMS, collides=(4, "experts")),
-    _entry("squeezed", lambda x: x.sum(-1, keepdim=True).squeeze(), one_of(OVERLAPS, CANNOT_MERGE)),
+    _entry("squeezed", lambda x: x.sum(-1, keepdim=True).squeeze(), one_of(OVERLAPS, Why.CANNOT_MERGE)),
     _entry("squeezed along the sequence", lambda x: x[:, :1].squeeze(1)),
-    _entry("only rows that pass", lambda x: x[x[:, 0] > 0], one_of(OVERLAPS, CANNOT_MERGE)),
+    _entry("only rows that pass", lambda x: x[x[:, 0] > 0], one_of(OVERLAPS, Why.CANNOT_MERGE)),
     _entry("complex and integers", lambda x: (torch.fft.rfft(x), x.argmax(-1), x > 0)),
     _entry("NaN and infinity", lambda x: (x.log(), x / 0), arguments=nan_rows),
-    _entry("loss over the rows", lambda x: (F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)), x), LOSS),
-    _coupled("softmax(0)", of(lambda x: x.softmax(0)), ROWS, ROWS_DEPEND),
+    _entry(
+        "loss over the rows",
+        lambda x: (F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)), x),
+        Why.ZERO_DIM_OUTPUT,
+    ),
+    _coupled("softmax(0)", of(lambda x: x.softmax(0)), ROWS, Why.ROWS_DEPEND),
     _coupled("x @ x.T", of(lambda x: x @ x.T), ROWS, PAIRS),
     _coupled("cdist(x, y)", of(torch.cdist), several((WIDTH,), (WIDTH,)), PAIRS),
-    _coupled("cumsum(0)", of(lambda x: x.cumsum(0)), ROWS, ROWS_DEPEND),
-    _coupled("roll(0)", of(lambda x: x.roll(1, 0)), ROWS, ROWS_DEPEND),
-    _coupled("flip(0)", of(lambda x: x.flip(0)), ROWS, ROWS_DEPEND),
-    _coupled("sorted along the batch", of(lambda x: x.sort(0).values), ROWS, ROWS_DEPEND),
-    _coupled("the last row moves", of(lambda x: torch.cat([x[:-1], x[-1:] + x[:1]])), ROWS, ROWS_DEPEND),
-    _coupled("less the mean of the batch", of(lambda x: x - x.mean(0)), ROWS, ROWS_DEPEND),
-    _coupled("divided by the batch", of(lambda x: x / x.shape[0]), ROWS, ROWS_DEPEND),
-    _coupled("row numbers", of(lambda x: x + torch.arange(len(x))[:, None]), ROWS, ROWS_DEPEND),
-    _coupled("softmax(0) in bf16", of(lambda x: x.softmax(0)), ROWS_16, ROWS_DEPEND, acts=4),
+    _coupled("cumsum(0)", of(lambda x: x.cumsum(0)), ROWS, Why.ROWS_DEPEND),
+    _coupled("roll(0)", of(lambda x: x.roll(1, 0)), ROWS, Why.ROWS_DEPEND),
+    _coupled("flip(0)", of(lambda x: x.flip(0)), ROWS, Why.ROWS_DEPEND),
+    _coupled("sorted along the batch", of(lambda x: x.sort(0).values), ROWS, Why.ROWS_DEPEND),
+    _coupled("the last row moves", of(lambda x: torch.cat([x[:-1], x[-1:] + x[:1]])), ROWS, Why.ROWS_DEPEND),
+    _coupled("less the mean of the batch", of(lambda x: x - x.mean(0)), ROWS, Why.ROWS_DEPEND),
+    _coupled("divided by the batch", of(lambda x: x / x.shape[0]), ROWS, Why.ROWS_DEPEND),
+    _coupled("row numbers", of(lambda x: x + torch.arange(len(x))[:, None]), ROWS, Why.ROWS_DEPEND),
+    _coupled("softmax(0) in bf16", of(lambda x: x.softmax(0)), ROWS_16, Why.ROWS_DEPEND, acts=4),
     _coupled(
         "attention over flat tokens [T, E]",
         made(flat_attention, project=projection),
         lambda batch: ROWS(3 * batch),
-        ROWS_DEPEND,
+        Why.ROWS_DEPEND,
     ),
-    _keeping("counter in a buffer", made(counting, calls=lambda: torch.tensor(0)), ROWS, KEEPS_STATE),
-    _keeping("counter in an attribute", made(counting, calls=int), ROWS, KEEPS_STATE),
-    _keeping("running mean", made(running_mean, mean=lambda: torch.zeros(WIDTH)), ROWS, KEEPS_STATE),
-    _keeping("output in a buffer of its own", BUFFER, ROWS, KEEPS_STATE),
-    _keeping("keys and values in the module", KEYS, ROWS, KEEPS_STATE, collides=(8, "length")),
-    _keeping("hidden states in a list of the module", made(kept_in_list, seen=list), ROWS, KEEPS_STATE),
-    _keeping("a table made at the first call", made(lazy, table=lambda: None), ROWS, one_of("overlaps", KEEPS_STATE)),
-    _random("noise in eval", of(lambda x: x + torch.randn_like(x)), ROWS, DRAWS_RANDOM),
-    _random("functional dropout in eval", of(lambda x: F.dropout(x, 0.5, training=True)), ROWS, DRAWS_RANDOM),
-    _random("Python's random", of(lambda x: x * random.random()), ROWS, DRAWS_RANDOM),
-    _random("numpy's random", of(lambda x: x * float(np.random.rand())), ROWS, DRAWS_RANDOM),
-    _random("a number drawn and not used", of(unused_draw), ROWS, DRAWS_RANDOM),
+    _keeping("counter in a buffer", made(counting, calls=lambda: torch.tensor(0)), ROWS, Why.MODULE_KEEPS_STATE),
+    _keeping("counter in an attribute", made(counting, calls=int), ROWS, Why.MODULE_KEEPS_STATE),
+    _keeping("running mean", made(running_mean, mean=lambda: torch.zeros(WIDTH)), ROWS, Why.MODULE_KEEPS_STATE),
+    _keeping("output in a buffer of its own", BUFFER, ROWS, Why.MODULE_KEEPS_STATE),
+    _keeping("keys and values in the module", KEYS, ROWS, Why.MODULE_KEEPS_STATE, collides=(8, "length")),
+    _keeping("hidden states in a list of the module", made(kept_in_list, seen=list), ROWS, Why.MODULE_KEEPS_STATE),
+    _keeping(
+        "a table made at the first call",
+        made(lazy, table=lambda: None),
+        ROWS,
+        one_of("overlaps", Why.MODULE_KEEPS_STATE),
+    ),
+    _random("noise in eval", of(lambda x: x + torch.randn_like(x)), ROWS, Why.DRAWS_RANDOM),
+    _random("functional dropout in eval", of(lambda x: F.dropout(x, 0.5, training=True)), ROWS, Why.DRAWS_RANDOM),
+    _random("Python's random", of(lambda x: x * random.random()), ROWS, Why.DRAWS_RANDOM),
+    _random("numpy's random", of(lambda x: x * float(np.random.rand())), ROWS, Why.DRAWS_RANDOM),
+    _random("a number drawn and not used", of(unused_draw), ROWS, Why.DRAWS_RANDOM),
 ]

@@ -9,25 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from wrapping import made
-from zoo_entry import (
-    CANNOT_MERGE,
-    LANE_FAILED,
-    OVERLAPS,
-    ROWS_DEPEND,
-    SEQUENCE_FIRST,
-    Call,
-    floats,
-    given,
-    of_family,
-    one_of,
-    token_ids,
-)
+from zoo_entry import OVERLAPS, Call, floats, given, of_family, one_of, token_ids
+
+from ubatch import DeclineReason as Why
 
 WIDTH, HIDDEN, LAYERS = 6, 8, 2
 WIDE, NODES = (6, "width"), (5, "nodes")
-STATES = LANE_FAILED
+STATES = Why.LANE_FAILED
 """States `[layers, batch, hidden]` as arguments: the batch is dimension 1 there, and 0 elsewhere."""
-NEIGHBOURS = LANE_FAILED
+NEIGHBOURS = Why.LANE_FAILED
 
 
 def lstm(**options: Any) -> Callable[[], nn.Module]:
@@ -129,12 +119,12 @@ ENTRIES = [
         lambda batch: given(torch.randn(batch, 5, WIDTH), states(LAYERS, batch)),
         STATES,
     ),
-    _recurrent("LSTM, sequence first", lstm(), sequence_first, SEQUENCE_FIRST),
+    _recurrent("LSTM, sequence first", lstm(), sequence_first, Why.SEQUENCE_FIRST),
     _recurrent(
         "LSTM, sequence first, with states",
         lstm(),
         lambda batch: given(torch.randn(5, batch, WIDTH), states(LAYERS, batch)),
-        SEQUENCE_FIRST,
+        Why.SEQUENCE_FIRST,
     ),
     _recurrent("GRU, batch first", lambda: nn.GRU(WIDTH, HIDDEN, batch_first=True), floats(5, WIDTH)),
     _recurrent(
@@ -143,9 +133,9 @@ ENTRIES = [
         lambda batch: given(torch.randn(batch, 5, WIDTH), states(LAYERS, batch)[0]),
         STATES,
     ),
-    _recurrent("RNN, sequence first", lambda: nn.RNN(WIDTH, HIDDEN), sequence_first, SEQUENCE_FIRST),
-    _recurrent("LSTM, packed sequences", lstm(batch_first=True), packed, one_of(LANE_FAILED, ROWS_DEPEND)),
-    _recurrent("LSTM in the default layout, under a head", tagger(False), ids, ROWS_DEPEND),
+    _recurrent("RNN, sequence first", lambda: nn.RNN(WIDTH, HIDDEN), sequence_first, Why.SEQUENCE_FIRST),
+    _recurrent("LSTM, packed sequences", lstm(batch_first=True), packed, one_of(Why.LANE_FAILED, Why.ROWS_DEPEND)),
+    _recurrent("LSTM in the default layout, under a head", tagger(False), ids, Why.ROWS_DEPEND),
     _recurrent("LSTM in the default layout, turned by its module", TURNED, floats(5, WIDTH)),
     _recurrent("LSTM, batch first, under a head", tagger(True), ids),
     _recurrent("GRU, classified by its last state", LAST_STATE, floats(5, WIDTH)),
@@ -165,7 +155,7 @@ ENTRIES = [
         LAYER,
         lambda batch: given(torch.randn(batch, 5, WIDTH), adjacency_of(5)),
         collides=NODES,
-        at={5: one_of(OVERLAPS, LANE_FAILED, ROWS_DEPEND, CANNOT_MERGE)},
+        at={5: one_of(OVERLAPS, Why.LANE_FAILED, Why.ROWS_DEPEND, Why.CANNOT_MERGE)},
     ),
     _graph(
         "graphs [B, N, E], an adjacency for each",

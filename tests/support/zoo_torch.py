@@ -9,11 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from wrapping import made
 from zoo_entry import (
-    CANNOT_MERGE,
-    LANE_FAILED,
     OVERLAPS,
-    ROWS_DEPEND,
-    SEQUENCE_FIRST,
     Call,
     floats,
     given,
@@ -26,6 +22,8 @@ from zoo_entry import (
     token_ids,
     training_step,
 )
+
+from ubatch import DeclineReason as Why
 
 WIDTH, HEADS = 8, 4
 WIDE = (WIDTH, "width")
@@ -101,7 +99,7 @@ def rows_and_matrix(batch: int) -> Call:
     return given(torch.randn(batch, WIDTH), torch.randn(WIDTH, 5), torch.randn(5))
 
 
-SQUARE_MASK = one_of(OVERLAPS, LANE_FAILED, ROWS_DEPEND, CANNOT_MERGE)
+SQUARE_MASK = one_of(OVERLAPS, Why.LANE_FAILED, Why.ROWS_DEPEND, Why.CANNOT_MERGE)
 """A mask `[S, S]` at batch S reads as one row per sample, too."""
 GROUPS = conv_net(lambda width: nn.GroupNorm(3, width))
 NO_STATISTICS = conv_net(lambda width: nn.BatchNorm2d(width, track_running_stats=False))
@@ -145,7 +143,7 @@ ENTRIES = [
         "EmbeddingBag with offsets",
         lambda: nn.EmbeddingBag(64, WIDTH),
         bags,
-        one_of(LANE_FAILED, CANNOT_MERGE),
+        one_of(Why.LANE_FAILED, Why.CANNOT_MERGE),
         collides=(3, "tokens of a bag"),
     ),
     _layer("Conv1d", lambda: nn.Conv1d(4, 6, 3), floats(4, 9), collides=(4, "channels")),
@@ -162,8 +160,8 @@ ENTRIES = [
     _layer("ConvNet, GroupNorm", inference(GROUPS), floats(3, 6, 6), collides=(3, "groups, channels")),
     _layer("ConvNet, InstanceNorm", inference(conv_net(nn.InstanceNorm2d)), floats(3, 6, 6), collides=CHANNELS),
     _layer("LayerNorm", lambda: nn.LayerNorm(WIDTH), floats(5, WIDTH)),
-    _layer("LayerNorm over [B, S]", norm_over_batch, floats(5), LANE_FAILED, per_batch=True),
-    _layer("layer_norm over the whole shape", of(lambda x: F.layer_norm(x, x.shape)), floats(5), ROWS_DEPEND),
+    _layer("LayerNorm over [B, S]", norm_over_batch, floats(5), Why.LANE_FAILED, per_batch=True),
+    _layer("layer_norm over the whole shape", of(lambda x: F.layer_norm(x, x.shape)), floats(5), Why.ROWS_DEPEND),
     _layer("Dropout in training", lambda: mlp(dropout=0.5), floats(WIDTH), "dropout_in_training", collides=WIDE),
     _layer("Dropout of rate 0 in training", mlp, floats(WIDTH), collides=WIDE, grad=True, act=training_step),
     _trained(
@@ -180,11 +178,11 @@ ENTRIES = [
         collides=WIDE,
     ),
     _layer("TransformerEncoderLayer", lambda: encoder_layer(True), floats(5, WIDTH)),
-    _layer("TransformerEncoderLayer, sequence first", lambda: encoder_layer(False), sequences, SEQUENCE_FIRST),
+    _layer("TransformerEncoderLayer, sequence first", lambda: encoder_layer(False), sequences, Why.SEQUENCE_FIRST),
     _layer("TransformerEncoder", encoder, floats(5, WIDTH), collides=(HEADS, "heads")),
     _layer("TransformerEncoder with a mask [S, S]", encoder, masked_sequences, at={5: SQUARE_MASK}),
     _layer("Transformer", transformer(True), several((5, WIDTH), (3, WIDTH))),
-    _layer("Transformer, sequence first", transformer(False), sequence_first_pair, SEQUENCE_FIRST),
+    _layer("Transformer, sequence first", transformer(False), sequence_first_pair, Why.SEQUENCE_FIRST),
     _layer(
         "Transformer with a mask [T, T]",
         transformer(True),
@@ -201,8 +199,8 @@ ENTRIES = [
         "MultiheadAttention, sequence first",
         inference(lambda: nn.MultiheadAttention(WIDTH, HEADS)),
         lambda batch: given(*torch.randn(3, 5, batch, WIDTH)),
-        SEQUENCE_FIRST,
+        Why.SEQUENCE_FIRST,
     ),
     _layer("Self-attention in a module", self_attention(True), floats(5, WIDTH)),
-    _layer("Self-attention in a module, sequence first", self_attention(False), sequences, ROWS_DEPEND),
+    _layer("Self-attention in a module, sequence first", self_attention(False), sequences, Why.ROWS_DEPEND),
 ]

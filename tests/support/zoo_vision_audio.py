@@ -7,23 +7,12 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from zoo_entry import (
-    CANNOT_MERGE,
-    DRAWS_RANDOM,
-    OVERLAPS,
-    Call,
-    Entry,
-    Outcome,
-    given,
-    of_family,
-    pixels,
-    tiny,
-    token_ids,
-    tokens,
-)
+from zoo_entry import OVERLAPS, Call, Entry, Outcome, given, of_family, pixels, tiny, token_ids, tokens
+
+from ubatch import DeclineReason as Why
 
 FRAMES = (4, "patches")
-MATRIX = CANNOT_MERGE
+MATRIX = Why.CANNOT_MERGE
 """Every image against every text."""
 PATCHES = 5
 """Four patches of an image and a class token."""
@@ -105,7 +94,7 @@ ENTRIES = [
     _patches("YolosForObjectDetection", num_detection_tokens=3, image_size=[16, 16]),
     _patches(
         "ViTMAEModel",
-        DRAWS_RANDOM,
+        Why.DRAWS_RANDOM,
         **{f"decoder_{name}": size for name, size in (tiny.LAYERS | tiny.ONE_LAYER).items()},
     ),
     _patches("CLIPVisionModel"),

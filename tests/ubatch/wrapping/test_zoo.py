@@ -11,7 +11,9 @@ from torch import nn
 from write_zoo_page import page
 from zoo import ENTRIES
 from zoo_check import Twins, act_on, assert_same, built, generator_states, rows_are_independent, seeded, state_of
-from zoo_entry import DRAWS_RANDOM, KEEPS_STATE, OVERLAPS, ROWS_DEPEND, Entry, forward
+from zoo_entry import OVERLAPS, Entry, forward
+
+from ubatch import DeclineReason as Why
 
 pytestmark = pytest.mark.long
 
@@ -63,11 +65,11 @@ def test_the_bare_module_is_what_the_entry_says(name: str) -> None:
     with seeded(1000 * batch):
         entry.arguments(batch)
         drew = not _same(after.generators, generator_states())
-    assert drew == bool(entry.outcomes & {DRAWS_RANDOM, "dropout_in_training"}), f"it draws random numbers: {drew}"
+    assert drew == bool(entry.outcomes & {Why.DRAWS_RANDOM, "dropout_in_training"}), f"it draws random numbers: {drew}"
     if _same(after.state, before):
-        assert entry.outcomes != {KEEPS_STATE}, "no call changes it"
+        assert entry.outcomes != {Why.MODULE_KEEPS_STATE}, "no call changes it"
     else:
-        assert entry.outcomes & {KEEPS_STATE, "batch_norm_in_training"}, "a call changes it"
+        assert entry.outcomes & {Why.MODULE_KEEPS_STATE, "batch_norm_in_training"}, "a call changes it"
 
 
 def _same(one: object, other: object) -> bool:
@@ -81,7 +83,7 @@ def _same(one: object, other: object) -> bool:
 BY_HAND = [
     name
     for name, entry in ENTRIES.items()
-    if entry.act is forward and not entry.per_batch and entry.outcomes in ({OVERLAPS}, {ROWS_DEPEND})
+    if entry.act is forward and not entry.per_batch and entry.outcomes in ({OVERLAPS}, {Why.ROWS_DEPEND})
 ]
 
 
