@@ -37,33 +37,7 @@ from torch.profiler import record_function
 from ubatch.process.interrupts import changing
 from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace
 
-
-class LaneRanges:
-    """The ranges of one lane in one step, if they are wanted when it begins; else nothing."""
-
-    def __init__(self, lane: int) -> None:
-        self._lane = lane
-        self._wanted = ranges_wanted()
-        self._nvtx: Any = torch.cuda.nvtx if torch.cuda.is_initialized() else None
-        self._stage = ExitStack()
-
-    def begin(self, point: str) -> None:
-        """Begin a stage at `point`; the previous one has ended."""
-        if not self._wanted:
-            return
-        name = f"lane {self._lane} | {point}"
-        self._stage.enter_context(record_function(name))
-        if self._nvtx is not None:
-            self._stage.callback(self._nvtx.range_end, self._nvtx.range_start(name))
-
-    def end(self) -> None:
-        """End the stage. Does nothing if none has begun."""
-        self._stage.close()
-
-
 _wanted: ContextVar[bool] = ContextVar("ubatch_profile_ranges", default=False)
-
-
 ranges_wanted = _wanted.get
 """Returns whether lanes that start now show their ranges."""
 
@@ -87,18 +61,20 @@ class LaneRecorder:
     def __init__(self, lane: int, trace: Trace | None) -> None:
         self._lane = lane
         self._trace = trace
-        self._ranges = LaneRanges(lane)
+        self._shows_ranges = ranges_wanted()
+        self._range = ExitStack()
+        self._nvtx: Any = torch.cuda.nvtx if torch.cuda.is_initialized() else None
         self._start = self._cpu = 0.0
         self._wait: tuple[float, float] | None = None
 
     def begin(self) -> None:
         """The lane has the baton for the first time."""
-        self._ranges.begin("start")
+        self._begin_range("start")
         self._begin_stage()
 
     def reach(self, point: str, *, active: bool, layer: str = "") -> None:
         """The lane reaches a point in a kind of layer; `active` if the schedule hands on there."""
-        self._ranges.end()
+        self._range.close()
         self._end_stage(EventKind.POINT, point, layer)
         if active and self._trace is not None:
             self._trace.order.append((self._lane, point))
@@ -107,7 +83,7 @@ class LaneRecorder:
         """The lane continues after the point; time of other lanes in between does not count."""
         if active:
             self._begin_stage()
-        self._ranges.begin(f"{point} of {layer}" if layer else point)
+        self._begin_range(f"{point} of {layer}" if layer else point)
 
     def launch(self, key: str) -> None:
         """The lane launches a transfer."""
@@ -139,10 +115,19 @@ class LaneRecorder:
 
     def end(self, *, failed: bool) -> None:
         """The lane ends; the last stage of a step that `failed` is not recorded."""
-        self._ranges.end()
+        self._range.close()
         if self._trace is not None and not failed:
             self._end_stage(EventKind.END, "end")
             self._trace.order.append((self._lane, "end"))
+
+    def _begin_range(self, point: str) -> None:
+        """Begin the range of a stage at `point`, if ranges are wanted; the previous one has ended."""
+        if not self._shows_ranges:
+            return
+        name = f"lane {self._lane} | {point}"
+        self._range.enter_context(record_function(name))
+        if self._nvtx is not None:
+            self._range.callback(self._nvtx.range_end, self._nvtx.range_start(name))
 
     def _begin_stage(self) -> None:
         self._start, self._cpu = time.monotonic(), time.process_time()
