@@ -10,10 +10,8 @@ from fake_cuda import FakeCuda
 from lanes import EVERY_POINT, FinishedWork, run
 from torch import Tensor
 
-from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
+from ubatch import Schedule, Transfer, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream
 from ubatch.lanes.workers import LanePool
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.schedule import Schedule
 
 Body = Callable[[], Any]
 

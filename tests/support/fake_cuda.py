@@ -36,8 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ubatch import CommGroup, dbo_current_ubatch_id, dbo_enabled, wrapped
 from ubatch.lanes import workers
 from ubatch.lanes.crew import Job
-from ubatch.ranks import collectives, host_copy, ways
-from ubatch.ranks.connection import Connection
+from ubatch.ranks import Connection, collectives, host_copy, ways
 from ubatch.ranks.ways import Way, way_of
 from ubatch.wrapping import eligibility
 

@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 
-from ubatch.dbo import dbo_yield
-from ubatch.lanes.context import make_ubatch_contexts
-from ubatch.lanes.wakeup import Gate
+from ubatch import ForwardContext, Gate, Schedule, dbo_yield, make_ubatch_contexts
 from ubatch.lanes.workers import LanePool
-from ubatch.schedules.forward_context import ForwardContext
-from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import StreamBackend
 
 EVERY_POINT = Schedule("every_point", points_off=frozenset())

@@ -7,9 +7,8 @@ import time
 import pytest
 from lanes import FakeWork, FinishedWork, lane_pool, run
 
-from ubatch.dbo import dbo_yield
+from ubatch import Transfer, dbo_yield
 from ubatch.lanes.context import current_lane
-from ubatch.ranks.transfer import Transfer
 from ubatch.ranks.waits import in_gaps, record_transfers
 
 

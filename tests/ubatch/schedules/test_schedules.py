@@ -22,11 +22,9 @@ from hypothesis import strategies as st
 from repository import ROOT
 from schedule_checks import CHECKS, real_order
 
-from ubatch.errors import ConfigError
-from ubatch.schedules.lane_program import layer_program
+from ubatch import SCHEDULES, ConfigError, Point, Schedule, get_schedule
+from ubatch.schedules import Timeline, layer_program, simulate
 from ubatch.schedules.ring import Ring, interleave
-from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, get_schedule
-from ubatch.schedules.simulator import Timeline, simulate
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

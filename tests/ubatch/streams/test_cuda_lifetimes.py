@@ -16,13 +16,11 @@ from lanes import EVERY_POINT, FinishedWork
 from torch import Tensor
 
 import ubatch
+from ubatch import ConfigError, Recv, Schedule, Transfer, UBatchError, UBatchTimeout
 from ubatch.dbo import dbo_current_ubatch_id, dbo_keep, dbo_switch_to_comm, dbo_switch_to_compute, dbo_yield
-from ubatch.errors import ConfigError, UBatchError, UBatchTimeout
 from ubatch.ranks import host_copy
 from ubatch.ranks import transfer as transfer_module
 from ubatch.ranks.host_copy import CopiedWork, copy_to_host
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.schedule import Recv, Schedule
 from ubatch.streams import lane_streams
 from ubatch.streams.lane_streams import LaneStreams, Ledger
 from ubatch.streams.streams import NullEvent

@@ -19,8 +19,7 @@ from torch import Tensor
 from wrapper_cases import Model, x_of
 from wrapping import FIRST, Plain, wrapped
 
-from ubatch import ForwardContext, ForwardMode, set_forward_context, tracing
-from ubatch.errors import ConfigError
+from ubatch import ConfigError, ForwardContext, ForwardMode, set_forward_context, tracing
 from ubatch.trace.export import Clock, chrome_events, describe_note, handoffs, summarise, write_chrome
 from ubatch.trace.file import RankTrace, merge_traces, read_chrome
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote, note_outcome, note_step, traced_step
