@@ -45,7 +45,7 @@ _MOVED = {
     "LayerTimes": "ubatch.schedules",
     "RankTrace": "ubatch.trace",
     "Ring": "ubatch.schedules.ring",
-    "SingleLane": "ubatch.lanes.single_lane",
+    "SingleLane": "ubatch.lanes.workers",
     "check_launch": "ubatch.ranks",
     "current_lane": "ubatch.lanes.context",
     "current_trace": "ubatch.trace",

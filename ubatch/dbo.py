@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from ubatch.lanes.context import current_lane as _current_lane
-from ubatch.streams.sm_budget import SMBudget, merge_sm_use
-from ubatch.streams.streams import Event
+from ubatch.streams.streams import Event, SMBudget, merge_sm_use
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,7 +81,7 @@ def dbo_keep(*tensors: object) -> None:
     """Keep tensors that the communication stream uses alive until the lane's compute stream is ordered after that use.
 
     For code that switches streams by hand and drops a tensor before it switches back; transfers keep their own
-    buffers. See `ubatch.streams.lifetimes`. Does nothing outside a lane.
+    buffers. See `ubatch.streams.lane_streams`. Does nothing outside a lane.
     """
     lane = _current_lane()
     if lane is not None:
@@ -125,7 +124,7 @@ def dbo_yield_and_switch_from_compute_to_comm(point: str = "user") -> None:
     """Hand on; when the baton is back, continue on the communication stream after *this* lane's compute work.
 
     Before this call, allocate the tensors that compute will read. Memory allocated after it, on the communication
-    stream, may still be in use by the other lanes' compute (`ubatch.streams.lifetimes`).
+    stream, may still be in use by the other lanes' compute (`ubatch.streams.lane_streams`).
     """
     lane = _current_lane()
     if lane is not None:
@@ -147,7 +146,7 @@ def fork_comm_stream() -> Event | None:
     """Record an event on the compute stream, for a later `on_comm_stream`; None outside a lane.
 
     For a transfer that runs in parallel with compute launched before it. Allocate the transfer's output before this
-    call: memory freed later may still be in use by that compute (`ubatch.streams.lifetimes`).
+    call: memory freed later may still be in use by that compute (`ubatch.streams.lane_streams`).
     """
     lane = _current_lane()
     return None if lane is None else lane.fork()

@@ -91,13 +91,13 @@ from ubatch.schedules.vote import fingerprint as fingerprint
 from ubatch.streams.graph_protocols import GraphBackend as GraphBackend
 from ubatch.streams.graph_protocols import GraphMiss as GraphMiss
 from ubatch.streams.graph_protocols import capturing as capturing
-from ubatch.streams.sm_budget import SMBudget as SMBudget
+from ubatch.streams.streams import SMBudget as SMBudget
 from ubatch.trace.export import TraceSummary as TraceSummary
 from ubatch.trace.export import summarise as summarise
 from ubatch.trace.export import write_chrome as write_chrome
 from ubatch.trace.page import Remark as Remark
 from ubatch.trace.page import write_html as write_html
-from ubatch.trace.ranges import profile_ranges as profile_ranges
+from ubatch.trace.recorder import profile_ranges as profile_ranges
 from ubatch.trace.spans import LinkTime as LinkTime
 from ubatch.trace.spans import Span as Span
 from ubatch.trace.spans import SpanKind as SpanKind

@@ -48,15 +48,15 @@ from ubatch.errors import (
 from ubatch.graphs.capture import CaptureFailed, Capturer
 from ubatch.graphs.cuda import CudaGraphs
 from ubatch.graphs.table import GraphTable, Hit
+from ubatch.lanes.ambient import why_not_in_lanes
 from ubatch.lanes.context import current_lane
-from ubatch.lanes.torch_modes import why_not_in_lanes
 from ubatch.process.interrupts import Claim, Claims, apart
 from ubatch.ranks.group import CommGroup
 from ubatch.schedules.forward_context import ForwardContext, get_forward_context
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, DeclineReason, Offer, Wish
 from ubatch.streams.graph_protocols import GraphBackend
-from ubatch.streams.sm_budget import merge_sm_use
+from ubatch.streams.streams import merge_sm_use
 from ubatch.trace.spans import current_trace, note_step, traced_step
 from ubatch.wrapping.config import CUDAGraphMode, UBatchConfig
 from ubatch.wrapping.eligibility import Eligibility

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from moe import All2AllTraits, make_all2all
 from moe.all2all.chunks import blocks_of, only_block
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
-from ubatch.lanes.single_lane import SingleLane
-from ubatch.lanes.workers import LanePool
+from ubatch.lanes.workers import LanePool, SingleLane
 from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import check_runnable
 from ubatch.schedules.simulator import Launch, Op, Pass, Wait, programs_of, simulate

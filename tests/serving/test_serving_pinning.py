@@ -14,7 +14,7 @@ from repository import ROOT, TINY_MOE
 
 import serving.engine.rank.process as process
 import serving.pinning as pinning
-import ubatch.process.cores
+import ubatch.process.machine
 from serving.options import resolve
 from serving.pinning import pin_rank
 from serving.workbench.tuning import tune
@@ -138,7 +138,7 @@ def test_compile_workers_are_as_many_as_cores_may_be_used(machine: Machine, monk
     machine.allowed = {7, 8}
     _prepare(list(range(50)), lambda _: None, torch.device("cpu"))
     assert made.call_args.args[0] == 3
-    assert ubatch.process.cores.num_cores() == 2
+    assert ubatch.process.machine.num_cores() == 2
 
 
 def test_nothing_else_asks_for_all_cores_of_the_machine() -> None:
@@ -148,4 +148,4 @@ def test_nothing_else_asks_for_all_cores_of_the_machine() -> None:
         for path in (ROOT / folder).rglob("*.py")
     ]
     asking = [path.relative_to(ROOT).as_posix() for path in files if "cpu_count" in path.read_text()]
-    assert asking == ["ubatch/process/cores.py"]
+    assert asking == ["ubatch/process/machine.py"]

@@ -28,7 +28,7 @@ from serving.workbench.gpu.bench import Bench
 from serving.workbench.gpu.model import QWEN3_30B_A3B, Model, Step
 from ubatch import set_forward_context
 from ubatch.kernels import quick_launch
-from ubatch.kernels.direct_launch import direct_launch
+from ubatch.kernels.quick_launch import direct_launch
 
 
 @dataclass(frozen=True)

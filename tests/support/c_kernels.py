@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ubatch.kernels import c_jit
-from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, why_not_c
+from ubatch.kernels import TILES_SOURCE, c_jit, compile_c, why_not_c
 
 _REASON = why_not_c()
 

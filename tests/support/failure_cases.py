@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 from lanes import EVERY_POINT, lane_pool, run, walker
 
-from ubatch.dbo import dbo_yield
+from ubatch import Schedule, dbo_yield, interleave, tracing
 from ubatch.lanes.workers import LanePool
-from ubatch.schedules.ring import interleave
-from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import StreamBackend
-from ubatch.trace.spans import tracing
 
 
 def usable(pool: LanePool) -> bool:

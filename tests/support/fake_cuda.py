@@ -34,10 +34,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ubatch import CommGroup, dbo_current_ubatch_id, dbo_enabled, wrapped
-from ubatch.lanes import single_lane, workers
+from ubatch.lanes import workers
 from ubatch.lanes.crew import Job
-from ubatch.ranks import collectives, host_copy, ways
-from ubatch.ranks.connection import Connection
+from ubatch.ranks import Connection, collectives, host_copy, ways
 from ubatch.ranks.ways import Way, way_of
 from ubatch.wrapping import eligibility
 
@@ -295,7 +294,6 @@ class FakeCuda:
         with ExitStack() as stack:
             for target, name, replacement in (
                 (workers, "make_streams", lambda device: self),
-                (single_lane, "make_streams", lambda device: self),
                 (Job, "_run_in_context", watched_lane),
                 (eligibility, "why_not_in_lanes", lambda: None),  # its own modes are in every lane
                 (wrapped, "why_not_in_lanes", lambda: None),

@@ -11,10 +11,9 @@ from types import FrameType
 from typing import Any
 
 import ubatch
+from ubatch import capturing, get_forward_context
 from ubatch.lanes.context import current_lane
-from ubatch.schedules.forward_context import get_forward_context
-from ubatch.streams.graph_protocols import capturing
-from ubatch.trace.ranges import ranges_wanted
+from ubatch.trace.recorder import ranges_wanted
 from ubatch.trace.spans import current_trace
 
 PACKAGE = (str(Path(ubatch.__file__).parent),)

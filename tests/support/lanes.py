@@ -14,14 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ubatch import CommGroup, Trace, tracing
-from ubatch.dbo import dbo_yield
-from ubatch.lanes.context import make_ubatch_contexts
-from ubatch.lanes.single_lane import SingleLane
-from ubatch.lanes.wakeup import Gate
-from ubatch.lanes.workers import LanePool
-from ubatch.schedules.forward_context import ForwardContext
-from ubatch.schedules.schedule import Schedule
+from ubatch import CommGroup, ForwardContext, Gate, Schedule, Trace, dbo_yield, make_ubatch_contexts, tracing
+from ubatch.lanes.workers import LanePool, SingleLane
 from ubatch.streams.streams import StreamBackend
 
 EVERY_POINT = Schedule("every_point", points_off=frozenset())

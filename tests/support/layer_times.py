@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from ubatch.schedules.lane_program import LayerTimes
-from ubatch.schedules.simulator import Timeline
+from ubatch.schedules import LayerTimes, Timeline
 
 T = TypeVar("T", bound=LayerTimes)
 

@@ -18,13 +18,10 @@ from layer_times import bound_of
 
 from serving.options import read_serve_command, to_engine_options
 from serving.options.flags.server_flags import Overlap
-from ubatch import UBatchConfig
-from ubatch.lanes.single_lane import SingleLane
-from ubatch.schedules.lane_program import LayerTimes, layer_program
-from ubatch.schedules.ring import interleave
+from ubatch import UBatchConfig, interleave, tracing
+from ubatch.lanes.workers import SingleLane
+from ubatch.schedules import Launch, LayerTimes, Pass, Wait, layer_program, simulate
 from ubatch.schedules.schedule import SCHEDULES, Point, Schedule, SharedExpert, check_runnable, get_schedule
-from ubatch.schedules.simulator import Launch, Pass, Wait, simulate
-from ubatch.trace.spans import tracing
 
 LAYERS = 3
 LAYER = [*map(str, Point), "mine", "user"]

@@ -14,19 +14,15 @@ from fake_streams import FakeStreams, Operation
 from lanes import EVERY_POINT, FinishedWork, run
 from torch import Tensor
 
+from ubatch import Point, Schedule, SharedExpert, Transfer, current_schedule, dbo_current_ubatch_id, dbo_yield
 from ubatch.dbo import (
-    dbo_current_ubatch_id,
     dbo_maybe_run_recv_hook,
     dbo_register_recv_hook,
-    dbo_yield,
     dbo_yield_and_switch_from_comm_to_compute,
     dbo_yield_and_switch_from_compute_to_comm,
     on_comm_stream,
 )
-from ubatch.lanes.context import current_schedule
 from ubatch.lanes.workers import LanePool
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.schedule import Point, Schedule, SharedExpert
 
 CPU = torch.device("cpu")
 Body = Callable[[], Any]

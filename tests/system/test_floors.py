@@ -22,9 +22,9 @@ _FIND = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools
 PACKAGES: list[str] = find_packages(str(ROOT), include=_FIND["include"])
 FLOORS = ["ubatch", "moe", "attention", "model_runner", "serving"]
 # Read only where a configuration file is given.
-LAZY = {("ubatch/process/yaml_file.py", "yaml")}
+LAZY = {("ubatch/process/files.py", "yaml")}
 # What the kernels of the floors above share.
-TRITON = [ROOT / "ubatch" / "kernels" / name for name in ("triton_jit.py", "quick_launch.py", "direct_launch.py")]
+TRITON = [ROOT / "ubatch" / "kernels" / name for name in ("triton_jit.py", "quick_launch.py")]
 
 
 def imported(path: Path) -> Iterator[tuple[str, bool]]:

@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar, Unpack
 import torch
 
 from ubatch.errors import ConfigError, UBatchError
-from ubatch.process.cores import num_cores
 from ubatch.process.files import write_whole
+from ubatch.process.machine import num_cores
 from ubatch.ranks.long_calls import taking_long
 from ubatch.streams.graph_protocols import capturing
 

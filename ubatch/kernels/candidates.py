@@ -6,7 +6,10 @@ Back ends are made one after the other. Each is timed with every batch and dropp
 only one has weights and workspaces in memory. All batches have equal weight (geometric mean). A back end that fails is
 left out, with a warning in the log.
 
-On a CPU nothing is kept in the file: `best_times` is quick enough for every process.
+On a CPU nothing is kept in the file: `best_times` is quick enough for every process. What
+was measured so (`choice`) may be taken over by the process that takes a rank's place. A process that does not remember
+measures for itself. One that remembers decides as the earlier one did: it starts sooner, and its kernels, and so the
+last bits of its results, are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,3 +140,25 @@ class _Way:
 
 class _LeftOut(Exception):
     """A back end failed. Not a `UBatchError`, so that the autotuner skips it and continues."""
+
+
+_remembered: MutableMapping[str, bool] | None = None
+
+
+def remember_choices(choices: MutableMapping[str, bool] | None) -> None:
+    """Take over what `choices` says from now on in this process, and note there what else is measured; None: do not."""
+    global _remembered
+    _remembered = choices
+
+
+def choice(what: str, measure: Callable[[], bool]) -> bool:
+    """The remembered answer; else what `measure` finds.
+
+    Args:
+        what: the question, the same in every process.
+    """
+    if _remembered is None:
+        return measure()
+    if what not in _remembered:
+        _remembered[what] = measure()
+    return _remembered[what]

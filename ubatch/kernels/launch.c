@@ -1,4 +1,4 @@
-// Launches of one compiled kernel, as a Python function; see ubatch/kernels/direct_launch.py.
+// Launches of one compiled kernel, as a Python function; see ubatch/kernels/quick_launch.py.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -15,7 +15,7 @@ typedef struct {
     unsigned threads, shared;
     PyObject *maps, *encode;  // encoded tensor maps by what they are of; (place, descriptor) -> another one
     Py_ssize_t count;
-    char kinds[];  // of the arguments: see `_KINDS` in direct_launch.py
+    char kinds[];  // of the arguments: see `_KINDS` in quick_launch.py
 } Kernel;
 
 typedef struct {

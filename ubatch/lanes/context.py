@@ -6,7 +6,7 @@ Contract:
         dbo_yield(point)     hands the baton on; raises LaneAborted when another lane failed
     on leaving               runs the pending hook, makes the compute stream wait for the communication stream,
                                  leaves the ring and hands on; on an error it first marks the baton aborted
-    meanwhile                its ledger keeps alive what the communication stream uses (`ubatch.streams.lifetimes`)
+    meanwhile                its ledger keeps alive what the communication stream uses (`ubatch.streams.lane_streams`)
 
 What a lane does with its streams is in `ubatch.streams.lane_streams`, what it records in `ubatch.trace.recorder`.
 This module holds the lane's state and calls the others in order.
@@ -22,6 +22,7 @@ Model code calls the functions of `ubatch.dbo`, which find the context of the la
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from threading import get_ident
@@ -29,12 +30,11 @@ from typing import Any, Protocol
 
 from ubatch.errors import ConfigError, ForkedLaneError, LaneAborted, UBatchError, UnvotedCollectiveError, describe, note
 from ubatch.lanes.baton import Baton
+from ubatch.process.interrupts import changing
 from ubatch.schedules.forward_context import ForwardContext, _forward_context
 from ubatch.schedules.schedule import SERIAL, Recv, Schedule, get_schedule
-from ubatch.streams.lane_streams import LaneStreams
-from ubatch.streams.lifetimes import Launched
-from ubatch.streams.sm_budget import SMBudget
-from ubatch.streams.streams import NullStreams, StreamBackend
+from ubatch.streams.lane_streams import LaneStreams, Launched
+from ubatch.streams.streams import NullStreams, SMBudget, StreamBackend
 from ubatch.trace.recorder import LaneRecorder, make_recorder
 from ubatch.trace.spans import LinkTime, Trace, current_trace
 
@@ -359,3 +359,28 @@ def check_voted(lane: UBatchContext, ranks: Sequence[int], what: str) -> None:
             f"{what} over ranks {list(ranks)} in lane {lane.id}, but they did not vote on this split, so they could "
             "dead-lock. Set UBatchConfig.group to a CommGroup of all these ranks."
         )
+
+
+class transfers_end_within(changing["weakref.ref[transfers_end_within] | None"]):  # noqa: N801 - as `changing`
+    """In the `with` block, a wait for a transfer without a connection raises `TransferTimeout` after `seconds`.
+
+    For code outside lanes, where no hang check runs. A work that ignores the time-out passed to it cannot be ended. The
+    limit ends with the block, even if Ctrl-C interrupted that.
+
+    Args:
+        seconds: None waits for ever.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__(_limit, weakref.ref(self))
+        self.seconds = seconds
+
+
+_limit: ContextVar[weakref.ref[transfers_end_within] | None] = ContextVar("ubatch_transfer_limit", default=None)
+
+
+def transfer_limit_s() -> float | None:
+    """Seconds that a wait may take if no lane and no connection ends it; None: no limit."""
+    reference = _limit.get()
+    limit = None if reference is None else reference()
+    return None if limit is None else limit.seconds

@@ -25,7 +25,7 @@ from ubatch.lanes.context import UBatchContext
 from ubatch.lanes.one_core import CoreOfSteps
 from ubatch.lanes.wakeup import Gate, WakeUp, make_wakeup
 from ubatch.process.interrupts import is_inside
-from ubatch.streams.lifetimes import abandon_transfers
+from ubatch.streams.lane_streams import abandon_transfers
 
 UNWIND_S = 5.0
 """Seconds that aborted lanes have to unwind before their threads are abandoned."""

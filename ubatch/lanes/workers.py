@@ -23,14 +23,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ubatch.errors import LaneAborted, UBatchError, UBatchTimeout, describe, note
+from ubatch.errors import ConfigError, LaneAborted, UBatchError, UBatchTimeout, describe, note
 from ubatch.lanes.ambient import Ambient
-from ubatch.lanes.context import current_lane, make_ubatch_contexts
+from ubatch.lanes.baton import Baton
+from ubatch.lanes.context import UBatchContext, current_lane, make_ubatch_contexts, transfers_end_within
 from ubatch.lanes.crew import UNWIND_S, Crew, Job, Worker, note_lane, report
 from ubatch.lanes.one_core import CoreOfSteps
 from ubatch.lanes.wakeup import Gate
@@ -38,8 +40,8 @@ from ubatch.process.heartbeat import beat
 from ubatch.schedules.forward_context import ForwardContext
 from ubatch.schedules.schedule import Schedule
 from ubatch.streams.graph_protocols import Capture
-from ubatch.streams.sm_budget import merge_sm_use, share_out_sms
-from ubatch.streams.streams import StreamBackend, make_streams
+from ubatch.streams.lane_streams import abandon_transfers
+from ubatch.streams.streams import StreamBackend, make_streams, merge_sm_use, share_out_sms
 
 _LOOK_UP_S = 0.5
 """Seconds between two checks for hung lanes; a hang is noticed at most this much late."""
@@ -52,7 +54,7 @@ class PoolCounts:
     Attributes:
         steps: steps run in lanes.
         threads_started: worker threads made; more than the lanes means some were replaced.
-        sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.sm_budget`).
+        sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.streams`).
     """
 
     steps: int = 0
@@ -273,3 +275,100 @@ class LanePool:
             raise error
         finally:
             del error, culprit, failed  # else the traceback would keep itself alive
+
+
+class SingleLane:
+    """Runs a batch as the only lane, in the caller's thread, with the interface of `LanePool`: single-batch overlap.
+
+    An unsplit batch has no other lane, but can compute one chunk of experts while another chunk's transfer is in
+    flight. Its transfers need a lane's context: the communication stream, events, buffers kept alive, a trace. So the
+    batch runs as lane 0 of 1. Its points hand nothing on; they only run the receive hook that is due. There are no
+    threads and no barrier.
+
+    There is no hang check: if the module hangs, the call hangs. Transfers keep their own time-outs; a transfer without
+    one ends within `timeout_s`.
+
+    Args:
+        timeout_s: the longest wait for a transfer that has no time-out of its own; None waits for ever.
+
+    Attributes:
+        counts: what it has done so far.
+        failure: lane 0 and the last point it had passed, if the last step failed; else None.
+    """
+
+    lanes = 1
+
+    def __init__(
+        self, device: torch.device, streams: StreamBackend | None = None, timeout_s: float | None = None
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.failure: tuple[int, str] | None = None
+        self._streams = streams if streams is not None else make_streams(device)
+        self._comm_stream = self._streams.new_stream()
+        self._context: UBatchContext | None = None
+        self._in_step = False
+        self.counts = PoolCounts()
+
+    def run(
+        self,
+        bodies: Sequence[Callable[[], Any]],
+        schedule: Schedule,
+        forward_contexts: Sequence[ForwardContext | None],
+        voted_ranks: frozenset[int] = frozenset(),
+        capture: Capture | None = None,
+        *,
+        patient: bool = False,
+    ) -> list[Any]:
+        """Run the one body in this thread. See `LanePool.run`.
+
+        Raises:
+            ConfigError: not one body and one forward context, or a schedule for several lanes.
+        """
+        if len(bodies) != 1 or len(forward_contexts) != 1 or schedule.lanes != 1:
+            raise ConfigError(
+                f"one lane runs one batch under a schedule for one, not {len(bodies)} under {schedule.name!r} for "
+                f"{schedule.lanes}."
+            )
+        self.failure = None
+        self.counts.steps += 1
+        if self._in_step:
+            self._discard()
+        stream = self._streams.current()
+        if self._context is None:
+            nobody_waits = Gate(0)  # the caller's device context is already warm
+            self._context = UBatchContext(0, Baton(1), nobody_waits, self._streams, stream, self._comm_stream, None)
+        context = self._context
+        self._in_step = True
+        context.baton.prepare(schedule.lead)
+        context.baton.start()
+        budget = share_out_sms(schedule.comm_sms, self._streams)
+        context.begin_step(forward_contexts[0], schedule, voted_ranks, stream, budget)
+        part: AbstractContextManager[None] = nullcontext()
+        if capture is not None:
+            capture.begin()
+            part = capture.part()
+        try:
+            with part, context, transfers_end_within(None if patient or capture is not None else self.timeout_s):
+                result = bodies[0]()
+        except BaseException as error:
+            self.failure = 0, str(context.last_point)
+            note_lane(error, context, 1)
+            self._streams.set_current(stream)  # Ctrl-C may have interrupted the lane's exit
+            self._discard()
+            raise
+        merge_sm_use(self.counts.sm_users, context.sm_users)
+        abandon_transfers(context.settle())
+        self._in_step = False
+        return [result]
+
+    def close(self) -> None:
+        """Do nothing: there is no thread to stop."""
+
+    def _discard(self) -> None:
+        """Drop a context that failed, was interrupted or forked. Its transfers' buffers stay alive as long as
+        needed."""
+        if self._context is not None and not self._context.baton.forked:
+            self._context.baton.discard()
+            merge_sm_use(self.counts.sm_users, self._context.sm_users)
+            abandon_transfers(self._context.settle())
+        self._context = None

@@ -2,18 +2,15 @@
 
 group                 ranks that share collectives, vote, and restart after a failure
 connection            the process groups of a group, between two resets
-kept_transports       those of connections that are gone, until nothing can wait for them
-process_groups        torch's groups of a connection
+transports            torch's groups of a connection, kept until nothing can wait for them
 peer_watch            a thread that watches for failed peers
 long_calls            calls that may take longer than `timeout_s`
 near                  small messages between ranks of one machine
-transfer_times        when transfers were launched and arrived
-gaps                  what is done while a step waits for a transfer
+waits                 when transfers were launched and arrived, and what is done while a step waits for one
 transfer              communication that was launched and can be waited for
-collectives           collectives that hand on while the data travels
+collectives           collectives that hand on while the data travels, and their gradients
 side_channel          transfers that no step waits for
 ways                  how rows travel over gloo: by their own sockets, or in one piece, or in two
-collective_gradients  their gradients
 launch_checks         checks before a collective is launched
 launch_order          checks that all ranks launch in the same order (`UBATCH_CHECK_ORDER=1`)
 host_copy             copies small tensors to the host without waiting for the device's queue
@@ -23,7 +20,6 @@ fsdp                  lanes with `fully_shard`, which gathers and frees weights
 
 from ubatch.ranks.collectives import Carry
 from ubatch.ranks.connection import Connection
-from ubatch.ranks.gaps import in_gaps
 from ubatch.ranks.group import check_group
 from ubatch.ranks.host_copy import CopiedWork
 from ubatch.ranks.launch_checks import check_launch
@@ -31,7 +27,7 @@ from ubatch.ranks.long_calls import holding_gil, taking_long
 from ubatch.ranks.near import put_sockets_in
 from ubatch.ranks.side_channel import SideChannel
 from ubatch.ranks.transfer import Queued
-from ubatch.ranks.transfer_times import Arrival, record_transfers
+from ubatch.ranks.waits import Arrival, in_gaps, record_transfers
 
 __all__ = [
     "Arrival",

@@ -7,7 +7,7 @@ Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which pla
 functions without prefix launch, pass the point and wait. All are functional: the input is never written.
 Shapes: `x` is split and concatenated along `dim`, 0 unless said otherwise.
 
-Outside a lane the functions without prefix are differentiable (`ubatch.ranks.collective_gradients`): a rank gets the
+Outside a lane the functions without prefix are differentiable (`differentiable`): a rank gets the
 gradient of the sum of all ranks' losses, as from `torch.distributed.nn`. If all ranks compute the same loss, divide it
 by the number of ranks. The backward runs collectives of its own, so **every rank of the group takes part in it**, in
 the same order: if a rank does not use a result, or does not call backward, the others wait until their time-out. Make
@@ -25,6 +25,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,9 @@ from torch import Tensor
 
 from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield, on_comm_stream, on_compute_stream
 from ubatch.errors import ConfigError
+from ubatch.lanes.ambient import function_transform
 from ubatch.lanes.context import current_lane
-from ubatch.ranks.collective_gradients import differentiable
-from ubatch.ranks.connection import Connection, Work
+from ubatch.ranks.connection import Connection, Work, lead_again, leading_connection
 from ubatch.ranks.group import CommGroup
 from ubatch.ranks.host_copy import CopiedWork, check_not_capturing, host_like, mark_copied
 from ubatch.ranks.launch_checks import block_sizes, check_launch, check_summable, rows_of
@@ -353,3 +354,64 @@ class _CarriedWork:
 
     def wait(self, timeout: object = None) -> bool:
         return True
+
+
+Map = Callable[[Tensor], Tensor]
+
+
+def differentiable(x: Tensor, run: Map, transpose: Map) -> Tensor:
+    """`run(x)`, with a gradient if `x` needs one. In a lane gradients are not supported, and `run` refuses.
+
+    Args:
+        run: a collective along the first dimension, or on all elements alike.
+        transpose: the collective that maps a gradient of `run(x)`'s shape to one of `x`'s shape.
+    """
+    if current_lane() is None and ((x.requires_grad and torch.is_grad_enabled()) or function_transform() is not None):
+        return _applied(x, run, transpose)
+    return run(x)
+
+
+def _applied(x: Tensor, run: Map, transpose: Map) -> Tensor:
+    return cast("Tensor", _Collective.apply(x, run, transpose))  # type: ignore[no-untyped-call]
+
+
+class _Collective(torch.autograd.Function):
+    """Gradients of collectives.
+
+    A collective is a linear map of all ranks' inputs, so its transpose computes the gradients.
+
+        all_reduce         every rank gets the sum             all_reduce of the gradients
+        all_gather         every rank gets every block         reduce_scatter: the sum over ranks of one's own block
+        reduce_scatter     a rank gets its block of the sum    all_gather
+        all_to_all         ranks exchange blocks                 all_to_all with the split sizes swapped
+
+    So a rank's gradient is the gradient of the sum of all ranks' losses, as with `torch.distributed.nn`. The
+    transpose of a transpose is the map itself, which gives second-order gradients; a linear map applied to a
+    tangent gives forward-mode gradients.
+
+    Autograd may run the transpose in its own thread (on CUDA), which has none of the caller's contextvars. The only
+    one needed, the connection that leads the step, is passed along.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, run: Map, transpose: Map) -> Tensor:
+        return run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Map, Map], output: Tensor) -> None:
+        _, ctx.run, ctx.transpose = inputs
+        ctx.leader = leading_connection()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        with lead_again(ctx.leader):
+            return _applied(grad, ctx.transpose, ctx.run), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _applied(tangent, ctx.run, ctx.transpose)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, run: Map, transpose: Map) -> tuple[Tensor, int]:
+        """The batch dimension becomes the last dimension."""
+        return _applied(x.movedim(in_dims[0], -1), run, transpose), -1

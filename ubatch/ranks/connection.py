@@ -32,13 +32,11 @@ import torch.distributed as dist
 from ubatch.errors import ForgedValue, GroupBroken, LaunchOrderError, PeerFailed, TransferTimeout
 from ubatch.process.heartbeat import beat
 from ubatch.process.interrupts import changing
-from ubatch.process.job_store import JobStore
-from ubatch.process.lateness import LATE_S, Patience, late_ranks
-from ubatch.ranks.kept_transports import forget_near_ranks, keep, let_go_of_expired
+from ubatch.process.job_store import LATE_S, JobStore, Patience, late_ranks
 from ubatch.ranks.launch_order import VARIABLE, LaunchOrder
 from ubatch.ranks.near import Channel, NearRanks, OtherLaunch, connect_near
 from ubatch.ranks.peer_watch import PeerWatch
-from ubatch.ranks.process_groups import make_process_group
+from ubatch.ranks.transports import forget_near_ranks, keep, let_go_of_expired, make_process_group
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Renamed in torch 2.13."""
@@ -193,7 +191,7 @@ class Connection:
             PeerFailed: a rank reported an error, or died.
             GroupBroken: another thread of this rank failed during the wait, or called `reset()`.
             TransferTimeout: not over within `timeout_s`, not counting time in which a peer was late
-                (`ubatch.process.lateness`).
+                (`ubatch.process.job_store`).
         """
         leader = _leader.get() or self
         patience: Patience | None = None

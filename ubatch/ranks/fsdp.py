@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ubatch.lanes.context import check_voted, current_lane
-from ubatch.process.patches import Patches, Replacement
+from ubatch.process.interrupts import Patches, Replacement
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 

@@ -32,8 +32,7 @@ from ubatch.errors import (
     describe,
     note,
 )
-from ubatch.process.job_store import JobStore, job_store
-from ubatch.process.lateness import Patience
+from ubatch.process.job_store import JobStore, Patience, job_store
 from ubatch.process.machine import machine_name
 from ubatch.ranks.connection import Connection
 from ubatch.ranks.launch_order import BALLOT_WIDTH, check_ballots, first_difference

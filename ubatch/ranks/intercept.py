@@ -38,8 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ubatch.dbo import dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import GradientError
 from ubatch.lanes.context import UBatchContext, check_voted, current_lane
-from ubatch.process.interrupts import changing
-from ubatch.process.patches import Patches, Replacement
+from ubatch.process.interrupts import Patches, Replacement, changing
 from ubatch.ranks.transfer import Transfer
 from ubatch.schedules.schedule import Point
 

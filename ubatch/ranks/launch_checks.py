@@ -10,8 +10,8 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from ubatch.errors import ConfigError, GradientError
+from ubatch.lanes.ambient import function_transform
 from ubatch.lanes.context import UBatchContext, check_voted, current_lane
-from ubatch.lanes.torch_modes import function_transform
 from ubatch.ranks.connection import Connection, leading_connection
 from ubatch.ranks.group import CommGroup, check_group
 

@@ -1,6 +1,6 @@
 """Calls that may take longer than `timeout_s` without being hung.
 
-    taking_long     compiling, tuning, loading weights: peers wait for this rank (`ubatch.process.lateness`)
+    taking_long     compiling, tuning, loading weights: peers wait for this rank (`ubatch.process.job_store`)
     holding_gil     a call that waits for peers while it holds the GIL: no thread of this process can send a heartbeat
                         (`ubatch.ranks.peer_watch`)
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from ubatch.lanes.context import current_lane
 from ubatch.process.heartbeat import silence
-from ubatch.process.lateness import LATE_S, late
+from ubatch.process.job_store import LATE_S, late
 
 _SLACK_S = 5.0
 """Seconds that a call may take beyond its own time-out."""

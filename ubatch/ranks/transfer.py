@@ -9,7 +9,7 @@ Every wait has a limit: a connection's time-out; in a lane without a connection,
 (`ubatch.lanes.workers`); elsewhere the surrounding `transfers_end_within`, if there is one.
 
 Buffers stay referenced until the transport is done with them, even if the lane that launched the transfer fails;
-`ubatch.streams.lifetimes` has the order of the streams.
+`ubatch.streams.lane_streams` has the order of the streams.
 
 On CUDA most transports are *stream-ordered*: waiting for a work only makes the current stream wait, and the host
 continues. Then `wait` costs the host no time, and a failed peer is noticed at the next point where the host does wait.
@@ -24,13 +24,11 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
 from ubatch.errors import TransferTimeout, UBatchError
-from ubatch.lanes.context import UBatchContext, current_lane
-from ubatch.lanes.transfer_limit import transfer_limit_s
+from ubatch.lanes.context import UBatchContext, current_lane, transfer_limit_s
 from ubatch.ranks.connection import Connection, Work
-from ubatch.ranks.gaps import fill_gap, gap_work
-from ubatch.ranks.transfer_times import Arrival, arrivals_now
+from ubatch.ranks.waits import Arrival, arrivals_now, fill_gap, gap_work
 from ubatch.streams.graph_protocols import capturing
-from ubatch.streams.lifetimes import abandon_transfers
+from ubatch.streams.lane_streams import abandon_transfers
 from ubatch.trace.spans import UNSPLIT, LinkTime, SpanKind, Trace, current_trace
 
 _LATE_S = 1.0

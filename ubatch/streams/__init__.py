@@ -1,10 +1,8 @@
 """Streams of a device: which stream the lanes' work runs on, and how long memory lives.
 
-streams          streams and events: CUDA's, or null objects
-lane_streams     one lane's use of the two streams
-lifetimes        keeps tensors alive while a stream uses them
+streams          streams and events: CUDA's, or null objects; number of SMs reserved for communication
+lane_streams     one lane's use of the two streams; keeps tensors alive while a stream uses them
 small_copies     small tensors to and from the device, without a wait
-sm_budget        number of SMs reserved for communication
 graph_protocols  CUDA graphs: the interface that a device must offer
 """
 

@@ -1,8 +1,7 @@
 """Traces: when each lane computed, waited and sent.
 
 spans      the records of a trace, and `tracing()`
-recorder   records one lane
-ranges     lanes in `torch.profiler` and NVTX
+recorder   records one lane, also for `torch.profiler` and NVTX
 stages     names of a lane's stages, points that it passed, launches and their waits
 intervals  sets of points in time
 export     a summary, and a file for Perfetto

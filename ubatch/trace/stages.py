@@ -2,7 +2,7 @@
 
 A compute span is named by what ended it: a point, the launch of a transfer (`transfer.number`), a wait, or the lane's
 end. Its *stage* is the work in it. In a layer of this project's models a stage has a name of its own (`experts`);
-elsewhere it is named by what it follows, as in profilers (`ubatch.trace.ranges`): `start`, or `after all_reduce`.
+elsewhere it is named by what it follows, as in profilers (`ubatch.trace.recorder`): `start`, or `after all_reduce`.
 """
 
 from __future__ import annotations

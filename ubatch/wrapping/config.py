@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ubatch.errors import ConfigError, check_known, check_type, named_values, shown
-from ubatch.process.yaml_file import read_yaml
+from ubatch.process.files import read_yaml
 from ubatch.ranks.group import CommGroup, check_group
 from ubatch.schedules.forward_context import ForwardMode
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings, Resolved, mode_key
@@ -74,7 +74,7 @@ class UBatchConfig:
             every lane returns the same. Needed only with `verify="off"`: there an output without a name is concatenated
             along dimension 0, if that has the call's rows or tokens. A proof finds the dimension by itself, and refuses
             a wrong one.
-        profile_ranges: show every lane's stages as ranges in torch.profiler and NVTX (`ubatch.trace.ranges`).
+        profile_ranges: show every lane's stages as ranges in torch.profiler and NVTX (`ubatch.trace.recorder`).
         require_overlap: raise `OverlapDeclined` instead of running unsplit. A proving call is allowed.
         verify: `first`, `always` or `off`; see `Verify`.
         cudagraph_capture_sizes: tokens of the graphs that `UBatchWrapper.capture_sizes` captures; smaller calls are

@@ -28,7 +28,7 @@ from ubatch.calls.call_plan import CallPlan, CannotSplit, even_bounds
 from ubatch.calls.containers import tensors_in
 from ubatch.calls.merging import ENOUGH, Rule
 from ubatch.errors import SplitError, UBatchError, describe
-from ubatch.lanes.torch_modes import why_not_in_lanes
+from ubatch.lanes.ambient import why_not_in_lanes
 from ubatch.schedules.forward_context import ForwardContext, ForwardMode
 from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.split import UBatchSlice

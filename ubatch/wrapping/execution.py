@@ -25,10 +25,8 @@ from torch import nn
 from ubatch.calls.call_plan import Call
 from ubatch.calls.outputs import Guess
 from ubatch.errors import ConfigError
-from ubatch.lanes.context import current_lane
-from ubatch.lanes.single_lane import SingleLane
-from ubatch.lanes.transfer_limit import transfers_end_within
-from ubatch.lanes.workers import LanePool
+from ubatch.lanes.context import current_lane, transfers_end_within
+from ubatch.lanes.workers import LanePool, SingleLane
 from ubatch.process.interrupts import Marks
 from ubatch.ranks.fsdp import sharing_weights
 from ubatch.ranks.long_calls import taking_long
@@ -37,7 +35,7 @@ from ubatch.schedules.schedule import Schedule
 from ubatch.schedules.vote import Decision, Offer, decide
 from ubatch.streams.graph_protocols import Capture
 from ubatch.streams.streams import make_streams
-from ubatch.trace.ranges import profile_ranges
+from ubatch.trace.recorder import profile_ranges
 from ubatch.trace.spans import UNSPLIT, SpanKind, Trace, current_trace
 from ubatch.wrapping.config import UBatchConfig
 from ubatch.wrapping.guard import Guard

@@ -31,7 +31,7 @@ from serving.engine.options import EngineOptions
 from serving.engine.wire import messages as wire
 from ubatch import TransferTimeout, UBatchError
 from ubatch.process import beat
-from ubatch.process.lateness import Patience
+from ubatch.process.job_store import Patience
 
 _LINGER_MS = 2000
 _LOOK_OUT_S = 1.0

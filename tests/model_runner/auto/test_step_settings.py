@@ -32,7 +32,7 @@ from serving.options import read_serve_command
 from serving.scheduler import SchedulerConfig
 from tests.support.shaped_steps import shaped_step
 from ubatch import SCHEDULES, CommGroup, Decision, DeclineReason, ForwardMode, UBatchConfig, fingerprint
-from ubatch.ranks.transfer_times import Arrival
+from ubatch.ranks.waits import Arrival
 from ubatch.schedules.modes import ModeSettings
 from ubatch.schedules.vote import TOLD_WIDTH
 

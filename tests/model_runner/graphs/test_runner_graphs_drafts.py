@@ -21,7 +21,7 @@ from model_runner import Acceptance, ModelRunner, ScheduledRequest, make_random_
 from model_runner.drafting import DraftProposer, load_draft
 from model_runner.drafting import graphs as draft_graphs
 from ubatch import ConfigError, ForwardMode
-from ubatch.process import lateness
+from ubatch.process import job_store
 
 pytestmark = pytest.mark.long
 
@@ -168,7 +168,7 @@ def test_peers_wait_while_drafts_are_captured(made: SimpleNamespace, monkeypatch
     record = draft_graphs.record
 
     def noted(*args: Any) -> Any:
-        late.append(bool(lateness._own.blocks))
+        late.append(bool(job_store._own.blocks))
         return record(*args)
 
     monkeypatch.setattr(draft_graphs, "record", noted)
@@ -176,7 +176,7 @@ def test_peers_wait_while_drafts_are_captured(made: SimpleNamespace, monkeypatch
         attached(runner, load_draft("eagle", made.head, runner), **CHAIN)
         runner.capture_graphs()
     assert late == [True] * 4
-    assert not lateness._own.blocks
+    assert not job_store._own.blocks
 
 
 def test_what_cannot_be_captured_is_refused_by_name(made: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from model_runner.decoder import ops
 from model_runner.decoder.rope import RotaryEmbedding, Rotation
 from model_runner.kernels import small_ops
 from model_runner.models import Rope
-from ubatch.kernels.tensors import runs_in_c
+from ubatch.kernels.sums import runs_in_c
 
 pytestmark = needs_c
 

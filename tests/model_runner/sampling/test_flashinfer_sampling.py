@@ -16,7 +16,7 @@ from model_runner.sampling import flashinfer_sampling
 from model_runner.sampling.flashinfer_sampling import find_truncation, keep_most_likely, truncates
 from ubatch import ConfigError
 from ubatch.process.heartbeat import Heart
-from ubatch.process.lateness import LATE_S
+from ubatch.process.job_store import LATE_S
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor, is_deterministic: bool = False) -> Tensor:

@@ -27,7 +27,7 @@ from serving.engine import EngineCore
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
-from ubatch.kernels import tensors
+from ubatch.kernels import sums
 from ubatch.lanes.workers import LanePool
 
 pytestmark = pytest.mark.long
@@ -55,7 +55,7 @@ checkpoint = checkpoint_fixture(make_small, dense=True, layers=1)
 def _no_kernels_in_c() -> Iterator[None]:
     """The fake sees torch's operators only."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "why_not_c", lambda: "the fake would not see them")
+        patch.setattr(sums, "why_not_c", lambda: "the fake would not see them")
         yield
 
 

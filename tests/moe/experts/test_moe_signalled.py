@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe import FusedMoEModularKernel, make_all2all, make_experts
 from ubatch import ConfigError, Recv, Schedule, Transfer, tracing
-from ubatch.lanes.single_lane import SingleLane
+from ubatch.lanes.workers import SingleLane
 from ubatch.streams.lane_streams import LaneStreams
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")

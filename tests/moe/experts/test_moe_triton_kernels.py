@@ -34,7 +34,7 @@ from moe.kernels.quantize import quantize_rows, quantize_weights
 from moe.kernels.reduce import sum_choices
 from ubatch.kernels.autotuner import Autotuner, CudaTimer
 from ubatch.kernels.triton_jit import descriptor
-from ubatch.streams.sm_budget import SMBudget
+from ubatch.streams.streams import SMBudget
 
 FP8 = torch.float8_e4m3fn
 

@@ -36,7 +36,7 @@ from serving.network import admit_no_more
 from serving.requests import EngineDead
 from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig, UBatchError
-from ubatch.process import lateness
+from ubatch.process import job_store
 
 
 def test_a_rank_whose_parent_ends_while_it_starts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
     make_core = process.make_core
 
     def noted(*args: Any) -> EngineCore:
-        late["make_core"] = bool(lateness._own.blocks)
+        late["make_core"] = bool(job_store._own.blocks)
         return make_core(*args)
 
     monkeypatch.setattr(process, "make_core", noted)
@@ -82,11 +82,11 @@ def test_peers_wait_for_a_rank_that_makes_its_proposer(monkeypatch: pytest.Monke
         speculation=speculation,
         kv_cache_memory=1 << 20,
     )
-    monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", bool(lateness._own.blocks)))
+    monkeypatch.setattr(gc, "freeze", lambda: late.setdefault("freeze", bool(job_store._own.blocks)))
     with process._loaded(options, 0, Run.open(dist.HashStore(), None), Mock()):
         assert late == {"make_core": True, "freeze": True}
         assert list(late)[-1] == "freeze", "the collector need not walk through the draft network, either"
-        assert not lateness._own.blocks
+        assert not job_store._own.blocks
 
 
 @pytest.mark.ranks

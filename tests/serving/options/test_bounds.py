@@ -17,7 +17,7 @@ from serving.options import describe_settings, read_layers, resolve_settings, to
 from serving.options.flags.commands import COMMANDS
 from ubatch import ConfigError, UBatchConfig, UBatchError
 from ubatch.errors import cut, nearest, shown
-from ubatch.process.yaml_file import read_yaml
+from ubatch.process.files import read_yaml
 
 TINY = str(TINY_MOE)
 LONGEST_MESSAGE = 1600  # other tests of this process may have named transports

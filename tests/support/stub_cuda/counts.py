@@ -2,7 +2,7 @@
 
 And launches of this project's own against Triton's: the first of every kernel is made twice, and compared: the grid,
 the block, shared memory, the stream, and every byte of every parameter, tensor maps included; see
-`ubatch.kernels.direct_launch`. A difference ends the process, so that nobody takes it for a failure of something else.
+`ubatch.kernels.quick_launch`. A difference ends the process, so that nobody takes it for a failure of something else.
 """
 
 from __future__ import annotations

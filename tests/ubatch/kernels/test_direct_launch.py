@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from ubatch.errors import ConfigError
-from ubatch.kernels import compile_c, direct_launch, why_not_c
+from ubatch.kernels import compile_c, why_not_c
+
+pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
+
+from ubatch.kernels import quick_launch
 
 pytestmark = pytest.mark.skipif(why_not_c() is not None, reason="kernels in C cannot be compiled here")
 
@@ -37,7 +41,7 @@ class Driver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._library = compile_c(DRIVER)
         address = ctypes.cast(self._library.driver, ctypes.c_void_p).value
-        monkeypatch.setattr(direct_launch, "_driver_function", lambda: address)
+        monkeypatch.setattr(quick_launch, "_driver_function", lambda: address)
         self.answer(0)
         self.expect(0)
 
@@ -76,8 +80,8 @@ def kernel_of(types: Sequence[Any], *, described: Sequence[Any] = (), ctas: int 
     )
 
 
-def launch_of(*types: Any, **kernel: Any) -> direct_launch.Launch:
-    return direct_launch.direct_launch(kernel_of(types, **kernel))
+def launch_of(*types: Any, **kernel: Any) -> quick_launch.Launch:
+    return quick_launch.direct_launch(kernel_of(types, **kernel))
 
 
 def test_the_driver_gets_the_grid_and_the_parameters(driver: Driver) -> None:
@@ -146,7 +150,7 @@ def test_tensor_maps_are_encoded_once(driver: Driver, monkeypatch: pytest.Monkey
         assert described == "known"
         return [made[-1][1], *descriptor.shape, *descriptor.strides]
 
-    monkeypatch.setattr(direct_launch, "_encoder", lambda: (encode, (None,)))
+    monkeypatch.setattr(quick_launch, "_encoder", lambda: (encode, (None,)))
     launch = launch_of("i32", "tensordesc<bf16[64, 64]>", "i32", described=["known"])
     memory = torch.zeros(16, 8)
 
@@ -176,7 +180,7 @@ def test_an_error_of_the_encoder_reaches_the_caller(driver: Driver, monkeypatch:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no tensor map")
 
-    monkeypatch.setattr(direct_launch, "_encoder", lambda: (fails, ()))
+    monkeypatch.setattr(quick_launch, "_encoder", lambda: (fails, ()))
     descriptor = SimpleNamespace(base=torch.zeros(8, 8), shape=[8, 8], strides=[8, 1])
     with pytest.raises(RuntimeError, match="no tensor map"):
         launch_of("tensordesc<bf16[64, 64]>", described=["known"])(1, 1, 1, STREAM, descriptor)
@@ -184,7 +188,7 @@ def test_an_error_of_the_encoder_reaches_the_caller(driver: Driver, monkeypatch:
 
 def test_a_map_that_lies_elsewhere_is_for_triton(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     for made in (Encoded.aligned(False), 5):
-        monkeypatch.setattr(direct_launch, "_encoder", lambda made=made: (lambda *_: [made, 8, 8, 8, 1], ()))
+        monkeypatch.setattr(quick_launch, "_encoder", lambda made=made: (lambda *_: [made, 8, 8, 8, 1], ()))
         descriptor = SimpleNamespace(base=torch.zeros(8, 8), shape=[8, 8], strides=[8, 1])
         assert launch_of("tensordesc<bf16[64, 64]>", described=["known"])(1, 1, 1, STREAM, descriptor) == -1
     assert not any(driver.shape)
@@ -197,13 +201,13 @@ def test_maps_of_memory_that_is_long_gone_are_dropped(driver: Driver, monkeypatc
         made.append(descriptor.shape[0])
         return [Encoded.aligned(), *descriptor.shape, *descriptor.strides]
 
-    monkeypatch.setattr(direct_launch, "_encoder", lambda: (encode, ()))
-    monkeypatch.setattr(direct_launch, "_MOST_MAPS", 2)
-    direct_launch.launch_library.cache_clear()
+    monkeypatch.setattr(quick_launch, "_encoder", lambda: (encode, ()))
+    monkeypatch.setattr(quick_launch, "_MOST_MAPS", 2)
+    quick_launch.launch_library.cache_clear()
     try:
         launch, base = launch_of("tensordesc<bf16[64, 64]>", described=["known"]), torch.zeros(8, 8)
     finally:
-        direct_launch.launch_library.cache_clear()
+        quick_launch.launch_library.cache_clear()
     for rows in (1, 2, 1, 2, 3, 1):
         assert launch(1, 1, 1, STREAM, SimpleNamespace(base=base, shape=[rows, 8], strides=[8, 1])) == 0
     assert made == [1, 2, 3, 1]
@@ -225,7 +229,7 @@ def test_maps_of_memory_that_is_long_gone_are_dropped(driver: Driver, monkeypatc
     ],
 )
 def test_what_it_does_not_know_is_for_triton(driver: Driver, kernel: Any) -> None:
-    assert direct_launch.direct_launch(kernel) is None
+    assert quick_launch.direct_launch(kernel) is None
 
 
 def test_without_a_compiler_triton_launches(
@@ -234,12 +238,12 @@ def test_without_a_compiler_triton_launches(
     def fails(*_: Any, **__: Any) -> Any:
         raise ConfigError("no C compiler is installed.")
 
-    direct_launch.launch_library.cache_clear()
-    monkeypatch.setattr(direct_launch, "compile_c", fails)
+    quick_launch.launch_library.cache_clear()
+    monkeypatch.setattr(quick_launch, "compile_c", fails)
     try:
-        assert direct_launch.direct_launch(kernel_of(["i32"])) is None
-        assert direct_launch.direct_launch(kernel_of(["i32"])) is None
+        assert quick_launch.direct_launch(kernel_of(["i32"])) is None
+        assert quick_launch.direct_launch(kernel_of(["i32"])) is None
     finally:
-        direct_launch.launch_library.cache_clear()
+        quick_launch.launch_library.cache_clear()
     (record,) = caplog.records
     assert "no C compiler" in record.getMessage()

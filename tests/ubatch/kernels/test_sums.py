@@ -6,8 +6,7 @@ import pytest
 import torch
 from c_kernels import needs_c
 
-from ubatch.kernels.recording import Recording
-from ubatch.kernels.sums import add, add_bias, to_float
+from ubatch.kernels import Recording, add, add_bias, to_float
 
 pytestmark = needs_c
 

@@ -18,8 +18,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from wrapper_cases import Model
 from wrapping import wrapped
 
-from ubatch import UBatchWrapper
-from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_yield
+from ubatch import UBatchWrapper, dbo_current_ubatch_id, dbo_enabled, dbo_yield
 from ubatch.lanes.workers import LanePool
 
 LANES = 3

@@ -15,15 +15,11 @@ from itertools import product
 import pytest
 from lanes import EVERY_POINT, OwnThreads, lane_pool, run, walker
 
+from ubatch import Schedule, get_forward_context, get_schedule, interleave, make_ubatch_contexts, tracing
 from ubatch.dbo import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.errors import ConfigError, LaneAborted, UBatchError
 from ubatch.lanes.baton import Baton
-from ubatch.lanes.context import make_ubatch_contexts
 from ubatch.lanes.wakeup import EventFdWakeUp, Gate, LockWakeUp, WakeUp, make_wakeup
-from ubatch.schedules.forward_context import get_forward_context
-from ubatch.schedules.ring import interleave
-from ubatch.schedules.schedule import Schedule, get_schedule
-from ubatch.trace.spans import tracing
 
 KINDS: list[type[EventFdWakeUp] | type[LockWakeUp]] = [LockWakeUp]
 if hasattr(os, "eventfd"):

@@ -29,12 +29,9 @@ from lanes import (
 )
 from wrapping import Plain, rows, wrapped
 
+from ubatch import Schedule, Transfer, UBatchTimeout, interleave
 from ubatch.dbo import dbo_current_ubatch_id, dbo_register_recv_hook, dbo_switch_to_comm, dbo_yield
-from ubatch.errors import UBatchTimeout
 from ubatch.lanes.workers import LanePool
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.ring import interleave
-from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullEvent, NullStreams
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.long]

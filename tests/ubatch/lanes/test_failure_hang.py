@@ -21,12 +21,9 @@ from peer_failure_cases import promptly
 from torch import Tensor
 from wrapping import Plain, proved, rows
 
-from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
-from ubatch.errors import LaneAborted, UBatchTimeout
+from ubatch import LaneAborted, Schedule, Transfer, UBatchTimeout, dbo_current_ubatch_id, dbo_yield
 from ubatch.lanes import workers
 from ubatch.ranks.connection import Connection, Work
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.schedule import Schedule
 from ubatch.streams.streams import NullStreams
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from lanes import EVERY_POINT, FinishedWork, lane_pool, run, walker
 
+from ubatch import Recv, Schedule, Transfer, UBatchError
 from ubatch.dbo import dbo_current_ubatch_id, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
-from ubatch.errors import UBatchError
 from ubatch.lanes.workers import LanePool
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.schedule import Recv, Schedule
 
 both_orders = pytest.mark.parametrize("recv", list(Recv))
 

@@ -14,13 +14,10 @@ import pytest
 import torch
 from lanes import EVERY_POINT, run
 
-from ubatch import ForwardContext, ForwardMode
-from ubatch.dbo import dbo_yield
-from ubatch.errors import UBatchTimeout
+from ubatch import ForwardContext, ForwardMode, Schedule, UBatchTimeout, dbo_yield, get_schedule
 from ubatch.lanes.one_core import QUIET_STEPS, OneCore, one_core
 from ubatch.lanes.workers import LanePool
 from ubatch.ranks.long_calls import taking_long
-from ubatch.schedules.schedule import Schedule, get_schedule
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from lanes import FinishedWork
 import ubatch
 from ubatch import ConfigError, Recv, Schedule, dbo_register_recv_hook, dbo_yield, get_schedule, report_sm_use
 from ubatch.lanes.context import current_lane
-from ubatch.lanes.single_lane import SingleLane
+from ubatch.lanes.workers import SingleLane
 
 CPU = torch.device("cpu")
 SINGLE = get_schedule("single_batch")

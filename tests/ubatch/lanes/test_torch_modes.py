@@ -29,7 +29,7 @@ from wrapper_cases import LAYERS, Model
 from wrapping import FIRST, Plain, wrapped
 
 from ubatch import DeclineReason, UBatchWrapper
-from ubatch.lanes.torch_modes import why_not_in_lanes
+from ubatch.lanes.ambient import why_not_in_lanes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 """Torch's forward-mode gradients use it themselves."""

@@ -19,13 +19,9 @@ from failure_cases import usable
 from lanes import CPU, OwnThreads, lane_pool, lane_threads, no_lane_threads_within, open_files, run, walker, within
 from repository import ROOT
 
-from ubatch.dbo import dbo_current_ubatch_id, dbo_yield
-from ubatch.errors import ForkedLaneError, UBatchError
-from ubatch.lanes.wakeup import Gate
+from ubatch import ForkedLaneError, Gate, UBatchError, dbo_current_ubatch_id, dbo_yield, interleave, tracing
 from ubatch.lanes.workers import LanePool
-from ubatch.schedules.ring import interleave
 from ubatch.streams.streams import NullStreams
-from ubatch.trace.spans import tracing
 
 pytestmark = pytest.mark.long
 

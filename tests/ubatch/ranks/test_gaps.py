@@ -7,11 +7,9 @@ import time
 import pytest
 from lanes import FakeWork, FinishedWork, lane_pool, run
 
-from ubatch.dbo import dbo_yield
+from ubatch import Transfer, dbo_yield
 from ubatch.lanes.context import current_lane
-from ubatch.ranks.gaps import in_gaps
-from ubatch.ranks.transfer import Transfer
-from ubatch.ranks.transfer_times import record_transfers
+from ubatch.ranks.waits import in_gaps, record_transfers
 
 
 def arriving(name: str = "late", **how: bool) -> Transfer[int]:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import ubatch
 from ranks import on_ranks
-from ubatch import CommGroup, UBatchWrapper, dbo_current_ubatch_id, dbo_enabled
-from ubatch.errors import LaunchOrderError, UBatchError
+from ubatch import CommGroup, LaunchOrderError, UBatchError, UBatchWrapper, dbo_current_ubatch_id, dbo_enabled
 from ubatch.ranks.launch_order import VARIABLE, LaunchOrder, check_ballots, first_difference
 
 

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 import ubatch
-import ubatch.process.lateness
+import ubatch.process.job_store
 from ranks import on_ranks
 from ubatch import CommGroup, PeerFailed, TransferTimeout, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id
 from ubatch.kernels.autotuner import Autotuner
-from ubatch.process.job_store import JobStore
-from ubatch.process.lateness import Patience, late, late_ranks
+from ubatch.process.job_store import JobStore, Patience, late, late_ranks
 
 TIMEOUT_S, LATE_S = 2.0, 3.5
 
@@ -115,7 +114,7 @@ def test_who_is_late_is_not_taken_for_the_one_that_died(rank: int, group: CommGr
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.HashStore()
-    monkeypatch.setattr(ubatch.process.lateness, "_store", lambda: JobStore(store))
+    monkeypatch.setattr(ubatch.process.job_store, "_store", lambda: JobStore(store))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     return store
 
@@ -148,7 +147,7 @@ def test_patience_with_one_that_hangs_in_a_compiler_ends(store: dist.Store, monk
     with late("compiling"):
         patience = Patience(60.0, [1])
         assert not patience.over()
-        now += ubatch.process.lateness.LATE_S - 1
+        now += ubatch.process.job_store.LATE_S - 1
         assert not patience.over()
         now += 59
         assert not patience.over()

@@ -23,11 +23,10 @@ from torch import Tensor
 
 import ubatch
 from ranks import on_ranks
-from ubatch import CommGroup, DeclineReason, GroupBroken, LaunchOrderError, Offer, PeerFailed, launch_all_gather
+from ubatch import CommGroup, DeclineReason, GroupBroken, LaunchOrderError, Offer, PeerFailed, Wish, launch_all_gather
 from ubatch.ranks import near
 from ubatch.ranks.near import MOST_BYTES, Channel, NearRanks, NearWork, OtherLaunch, connect_near
 from ubatch.ranks.ways import _WRITABLE, _bytes_at
-from ubatch.schedules.vote import Wish
 
 SOON = timedelta(seconds=5)
 

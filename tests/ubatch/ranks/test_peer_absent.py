@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 import ubatch
 from ranks import free_port, on_ranks
 from ubatch import CommGroup, GroupBroken, PeerFailed, TransferTimeout, launch_all_gather
-from ubatch.ranks.kept_transports import _kept
+from ubatch.ranks.transports import _kept
 
 pytestmark = pytest.mark.ranks
 

@@ -14,9 +14,9 @@ from lanes import FinishedWork
 import ubatch
 from ranks import on_ranks
 from ubatch import CommGroup, Schedule, Transfer
-from ubatch.lanes.single_lane import SingleLane
-from ubatch.lanes.transfer_limit import transfers_end_within
-from ubatch.ranks.transfer_times import arrivals_now, record_transfers
+from ubatch.lanes.context import transfers_end_within
+from ubatch.lanes.workers import SingleLane
+from ubatch.ranks.waits import arrivals_now, record_transfers
 
 
 class FakeWork:

@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 from layer_times import bound_of, scaled
 
-from ubatch.errors import ConfigError
-from ubatch.schedules.lane_program import LayerTimes, layer_program
-from ubatch.schedules.schedule import Schedule, SharedExpert, get_schedule
-from ubatch.schedules.search import Candidate, search_schedules
-from ubatch.schedules.simulator import Timeline, simulate
+from ubatch import ConfigError, Schedule, SharedExpert, get_schedule
+from ubatch.schedules import Candidate, LayerTimes, Timeline, layer_program, search_schedules, simulate
 
 pytestmark = pytest.mark.long
 

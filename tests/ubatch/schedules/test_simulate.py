@@ -7,20 +7,9 @@ from dataclasses import replace
 import pytest
 from layer_times import efficiency_of, scaled
 
-from ubatch.errors import ConfigError
+from ubatch import SCHEDULES, ConfigError, Point, Recv, Schedule, get_schedule
+from ubatch.schedules import Compute, Launch, Op, Pass, Wait, median_programs, programs_of, simulate, simulate_ranks
 from ubatch.schedules.lane_program import LayerTimes, RankLoad, UnevenTimes, layer_program, rank_loads
-from ubatch.schedules.schedule import SCHEDULES, Point, Recv, Schedule, get_schedule
-from ubatch.schedules.simulator import (
-    Compute,
-    Launch,
-    Op,
-    Pass,
-    Wait,
-    median_programs,
-    programs_of,
-    simulate,
-    simulate_ranks,
-)
 from ubatch.trace.spans import Event, EventKind, LinkTime, SpanKind, Trace
 
 LAYERS = 200

@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from splits import check_covers, lane_query_lens
 
+from ubatch import UBatchSlice, keep_together, split_balanced, split_fixed, split_requests, split_two_chunk
 from ubatch.errors import ConfigError, SplitError
-from ubatch.schedules.split import (
-    UBatchSlice,
-    keep_together,
-    split_balanced,
-    split_fixed,
-    split_requests,
-    split_two_chunk,
-)
 from ubatch.schedules.split_cost import SplitCost, split_by_cost
 
 THRESHOLD = 0.48

@@ -11,7 +11,7 @@ from splits import check_covers
 from model_runner import make_offer
 from tests.support.shaped_steps import shaped_step
 from ubatch import ForwardMode, SplitCost, UBatchConfig, UBatchSlice, get_schedule, split_by_cost
-from ubatch.schedules.mixed_split import predicted_cost, split_mixed
+from ubatch.schedules.split_cost import predicted_cost, split_mixed
 
 SCHEDULE = get_schedule("mlp_shared_overlap")
 HEADS, LATENT, NOPE, ROPE, VALUE = 128, 512, 128, 64, 128

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from ubatch import CommGroup, Transfer, UBatchConfig, UBatchWrapper, copy_to_host, dbo_register_recv_hook, dbo_yield
 from ubatch.dbo import current_sm_budget, on_comm_stream
 from ubatch.lanes.workers import LanePool
-from ubatch.streams.sm_budget import SMBudget
+from ubatch.streams.streams import SMBudget
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""Lifetimes of tensors, for every case in `ubatch.streams.lifetimes`; and tests of the checker itself."""
+"""Lifetimes of tensors, for every case in `ubatch.streams.lane_streams`; and tests of the checker itself."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from streams_cases import Body, Lanes, compute, exchange, launch
 from torch import Tensor
 
 import ubatch
+from ubatch import ConfigError, Recv, Schedule, Transfer, UBatchError, UBatchTimeout
 from ubatch.dbo import dbo_current_ubatch_id, dbo_keep, dbo_switch_to_comm, dbo_switch_to_compute, dbo_yield
-from ubatch.errors import ConfigError, UBatchError, UBatchTimeout
 from ubatch.ranks import host_copy
 from ubatch.ranks import transfer as transfer_module
 from ubatch.ranks.host_copy import CopiedWork, copy_to_host
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.schedule import Recv, Schedule
-from ubatch.streams import lifetimes
-from ubatch.streams.lane_streams import LaneStreams
-from ubatch.streams.lifetimes import Ledger
+from ubatch.streams import lane_streams
+from ubatch.streams.lane_streams import LaneStreams, Ledger
 from ubatch.streams.streams import NullEvent
 
 PEER = Schedule("peer", points_off=frozenset(), recv=Recv.PEER)
@@ -373,9 +370,9 @@ class _Unaskable(FinishedWork):
 
 def test_nothing_asks_an_event_while_a_graph_is_captured(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_module, "capturing", lambda: True)
-    monkeypatch.setattr(lifetimes, "capturing", lambda: True)
+    monkeypatch.setattr(lane_streams, "capturing", lambda: True)
     monkeypatch.setattr(host_copy, "capturing", lambda: True)
-    monkeypatch.setattr(lifetimes, "_abandoned", [])
+    monkeypatch.setattr(lane_streams, "_abandoned", [])
 
     def fails() -> None:
         transfer: Transfer[None] = Transfer("send", [_Unaskable()], lambda: None, stream_ordered=True)
@@ -388,5 +385,5 @@ def test_nothing_asks_an_event_while_a_graph_is_captured(lanes: Lanes, monkeypat
 
     with pytest.raises(ValueError, match="original"):
         lanes.run(fails, dbo_yield)
-    kept = [each for each in lifetimes._abandoned if isinstance(each, Transfer)]
+    kept = [each for each in lane_streams._abandoned if isinstance(each, Transfer)]
     assert [each.name for each in kept] == ["late"], "kept until somebody may ask; the other one's stream was joined"

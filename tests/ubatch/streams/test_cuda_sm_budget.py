@@ -11,10 +11,8 @@ from fake_cuda import FakeCuda
 from torch import Tensor, nn
 from wrapping import wrapped
 
-from ubatch import ConfigError, Schedule, UBatchConfig, dbo_yield, get_schedule
-from ubatch.dbo import current_sm_budget, report_sm_use
-from ubatch.streams.sm_budget import SMBudget, share_out_sms
-from ubatch.streams.streams import NullStreams
+from ubatch import ConfigError, Schedule, UBatchConfig, current_sm_budget, dbo_yield, get_schedule, report_sm_use
+from ubatch.streams.streams import NullStreams, SMBudget, share_out_sms
 
 
 class Kernels(nn.Module):

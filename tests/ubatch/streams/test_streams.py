@@ -11,10 +11,8 @@ from fake_streams import Operation
 from streams_cases import Streams, model, switching
 
 import ubatch
+from ubatch import Recv, Schedule, Transfer, UBatchContext, get_schedule
 from ubatch.dbo import dbo_current_ubatch_id, dbo_switch_to_comm, dbo_switch_to_compute, dbo_yield, on_comm_stream
-from ubatch.lanes.context import UBatchContext
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.schedule import Recv, Schedule, get_schedule
 
 OVERLAPS = {
     "mlp_shared_overlap": {"dispatch during attention", "combine during experts"},

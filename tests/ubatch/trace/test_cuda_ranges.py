@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from wrapping import wrapped
 
-from ubatch import dbo_yield
-from ubatch.schedules.schedule import Schedule
-from ubatch.trace.ranges import profile_ranges
+from ubatch import Schedule, dbo_yield, profile_ranges
 
 POINTS = ("select", "dispatch", "mine")
 

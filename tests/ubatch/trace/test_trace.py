@@ -15,11 +15,9 @@ from lanes import FakeWork, FinishedWork, lane_pool, run, walker
 from torch import Tensor, nn
 from wrapping import Plain, wrapped
 
+from ubatch import Recv, Schedule, Transfer, interleave
 from ubatch.dbo import dbo_current_ubatch_id, dbo_maybe_run_recv_hook, dbo_register_recv_hook, dbo_yield
 from ubatch.lanes.workers import LanePool
-from ubatch.ranks.transfer import Transfer
-from ubatch.schedules.ring import interleave
-from ubatch.schedules.schedule import Recv, Schedule
 from ubatch.schedules.simulator import Compute, Launch, Pass, Wait, programs_of, simulate
 from ubatch.trace.spans import UNSPLIT, EventKind, LinkTime, Span, SpanKind, Trace, current_trace, tracing
 from ubatch.trace.stages import flows

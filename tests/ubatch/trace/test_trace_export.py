@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ubatch.errors import ConfigError
+from ubatch import ConfigError, Remark, write_html
 from ubatch.trace.export import TraceSummary, chrome_events, pack, summarise, write_chrome
 from ubatch.trace.intervals import difference, intersection, union
-from ubatch.trace.page import Remark, write_html
 from ubatch.trace.spans import UNSPLIT, Span, SpanKind, StepNote
 
 COMPUTE, WAIT, TRANSFER = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.TRANSFER

@@ -13,9 +13,8 @@ import yaml
 from repository import ROOT
 
 import ubatch
-from ubatch import SCHEDULES, ConfigError, ForwardMode, Offer, Schedule, UBatchConfig, Wish, fingerprint
+from ubatch import SCHEDULES, ConfigError, ForwardMode, Offer, Recv, Schedule, UBatchConfig, Wish, fingerprint
 from ubatch.schedules.modes import MODE_KEYS, ModeSettings
-from ubatch.schedules.schedule import Recv
 
 
 def refused(message: str, make: Callable[..., object], *args: Any, **kwargs: Any) -> None:

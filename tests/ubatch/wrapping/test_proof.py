@@ -13,8 +13,7 @@ from wrapper_cases import Model, x_of
 from wrapping import FIRST, Plain, assert_same, outcome, proved, rows, seen, wrapped
 
 import ubatch
-from ubatch import DeclineReason, UBatchConfig, Verify, dbo_enabled, tracing
-from ubatch.schedules.forward_context import ForwardMode
+from ubatch import DeclineReason, ForwardMode, UBatchConfig, Verify, dbo_enabled, tracing
 from ubatch.wrapping.proof_table import signature_of
 
 pytestmark = pytest.mark.long
