@@ -25,9 +25,9 @@ from __future__ import annotations
 import typing
 import warnings
 
-from moe.all2all.base import All2All, BlockCombine, SignalledCombine, StepSizes, traits_in
+from moe.all2all.base import All2All, All2AllTraits, BlockCombine, SignalledCombine, StepSizes, traits_in
+from moe.all2all.emulated_link import EmulatedLink, LinkStatistics
 from moe.all2all.layouts import BatchedDispatch, Dispatched
-from moe.all2all.link import EmulatedLink, LinkStatistics
 from moe.all2all.registry import (
     all2all_backends,
     check_all2all_options,
@@ -35,7 +35,6 @@ from moe.all2all.registry import (
     make_all2all,
     register_all2all_backend,
 )
-from moe.all2all.traits import All2AllTraits
 from moe.cpu_linear import PackedLinear, linear, packing_pays
 from moe.expert_map import ExpertLoads, ExpertMap
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel

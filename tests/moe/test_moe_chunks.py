@@ -18,7 +18,7 @@ from only_lane import alone
 from torch import Tensor, nn
 
 from moe import All2AllTraits, make_all2all
-from moe.all2all.chunks import blocks_of, only_block
+from moe.all2all.layouts import blocks_of, only_block
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
 from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.workers import LanePool

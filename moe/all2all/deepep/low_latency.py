@@ -36,12 +36,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import StepSizes
-from moe.all2all.chunks import ids_of_blocks
+from moe.all2all.base import All2AllTraits, StepSizes
 from moe.all2all.deepep.base import DeepEPTransport, check_ranks
 from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
-from moe.all2all.layouts import BatchedDispatch
-from moe.all2all.traits import All2AllTraits
+from moe.all2all.layouts import BatchedDispatch, ids_of_blocks
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
 from ubatch.ranks import check_launch
 from ubatch.streams import current_capture

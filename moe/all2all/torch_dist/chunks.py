@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.all2all.chunks import only_block
-from moe.all2all.layouts import Dispatched
+from moe.all2all.layouts import Dispatched, only_block
 from moe.all2all.payload import unpack_rows
 from moe.segments import segment_offsets
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import EmulatedLink, LinkStatistics
-from moe.all2all.link import _PACKET_BYTES
+from moe.all2all.emulated_link import _PACKET_BYTES
 from ubatch import ConfigError, LinkTime, Transfer
 
 RATE = 1e6

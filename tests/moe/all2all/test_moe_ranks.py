@@ -17,7 +17,7 @@ from only_lane import alone
 from torch import Tensor, nn
 
 from moe import EmulatedLink, FusedMoEModularKernel, local_experts, make_all2all, mask_padding
-from moe.all2all.chunks import blocks_of, only_block
+from moe.all2all.layouts import blocks_of, only_block
 from moe.experts.grouped import GroupedExperts, RowPlan
 from ubatch import (
     CommGroup,
