@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from attention.interface import AttentionShape, MLAShape, RopeTable
-from attention.kernels.attend import prefill_attention
+from attention.kernels.attend import num_tiles, plan_tiles, prefill_attention
 from attention.kernels.decode import DecodeSplits, decode_attention
 from attention.kernels.latent import LatentTile, as_attention, latent_decode
-from attention.kernels.planning import num_tiles, plan_tiles
 from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from ubatch.kernels import autotune

@@ -32,8 +32,7 @@ from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel,
 from attention.backends.store import store_kv
 from attention.interface import AttentionShape, BackendTraits
 from attention.kv_cache import FP8, PagedKVCache
-from attention.metadata import CommonAttentionMetadata
-from attention.spec_verify import SpecVerifyInput
+from attention.metadata import CommonAttentionMetadata, SpecVerifyInput
 from ubatch import ConfigError
 
 WORKSPACE_BYTES = 384 << 20

@@ -253,7 +253,7 @@ def list_pages_in_torch(
     most_pages: int,
     padded_queries: int = 0,
 ) -> None:
-    """`attention.kernels.pages.list_pages` in torch."""
+    """`attention.kernels.batch.list_pages` in torch."""
     new = query_start_loc[1:] - query_start_loc[:-1]
     behind = seq_lens - new + padded_queries if padded_queries else seq_lens
     lens = torch.where(new > 0, behind, padded_queries)
@@ -267,7 +267,7 @@ def list_pages_in_torch(
 def _lister(device: torch.device) -> Callable[..., None]:
     """The function that lists pages: one kernel launch if Triton runs on the device, else torch."""
     if importlib.util.find_spec("triton") is not None:
-        from attention.kernels.pages import list_pages
+        from attention.kernels.batch import list_pages
         from ubatch.kernels.triton_jit import INTERPRETED
 
         if device.type == "cuda" or INTERPRETED:

@@ -8,11 +8,10 @@ from attention_batches import Batch, make_batch
 from triton_batches import DEVICE, numbers
 
 from attention import AttentionShape, KVCacheSpec, PagedKVCache
-from attention.kernels.attend import prefill_attention
+from attention.kernels.attend import num_tiles, plan_mask_offsets, plan_tiles, prefill_attention
+from attention.kernels.batch import pad_ragged, unpad_ragged
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
-from attention.kernels.planning import num_tiles, plan_mask_offsets, plan_tiles
-from attention.kernels.ragged import pad_ragged, unpad_ragged
 from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from ubatch import ForwardMode
 

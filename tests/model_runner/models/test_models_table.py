@@ -18,7 +18,7 @@ from repository import ROOT
 from torch import nn
 
 from attention import UBatchAttention
-from attention.linear.choice import runs_in_triton
+from attention.lanes import runs_in_triton
 from model_runner import Checkpoint, CheckpointError, ModelConfig, check_tensor_parallel, known_architectures
 from model_runner.decoder import sparse_mlp
 from model_runner.decoder.base import ExpertParallel

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe import EmulatedLink, FusedMoEModularKernel, local_experts, make_all2all, mask_padding
 from moe.all2all.layouts import blocks_of, only_block
-from moe.experts.grouped import GroupedExperts, RowPlan
+from moe.experts.torch_experts import GroupedExperts, RowPlan
 from ubatch import (
     CommGroup,
     ConfigError,

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.balance import arrivals
-from moe.balance.assignment import assign
-from moe.balance.movement import least_movement
+from moe.balance.movement import assign, least_movement
 from moe.placement import IDLE, ExpertPlacement
 
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.balance import arrivals, is_hierarchical, plan_placement
-from moe.balance.packing import pack, replicate
-from moe.balance.swaps import swap
+from moe.balance.packing import pack, replicate, swap
 from moe.placement import IDLE, ExpertPlacement, Floats
 from serving.workbench.planning.published_eplb import published_placement
 from ubatch import ConfigError

@@ -9,8 +9,8 @@ import torch
 from moe_layers import make_layer
 
 from moe import ClampedSwiGLU, ExpertsNeeds, ExpertsShape, make_experts
-from moe.experts import fastest
-from moe.experts.grouped import GroupedExperts
+from moe.experts import registry
+from moe.experts.torch_experts import GroupedExperts
 from ubatch import ConfigError
 
 LAYER = make_layer()
@@ -29,10 +29,10 @@ def test_the_plain_loop_is_the_formula() -> None:
 
 def test_auto_finds_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     needs, shape, cpu = ExpertsNeeds(biases=True), ExpertsShape(8, 8, 2, 16, 8), torch.device("cpu")
-    assert fastest.usable_experts(shape, torch.float32, cpu, needs) == {"grouped": None}
-    monkeypatch.setattr(fastest, "measured", lambda device: True)  # as on a GPU
-    monkeypatch.setattr(fastest, "_CANDIDATES", ("grouped_mm",))  # the others import Triton
-    usable = fastest.usable_experts(shape, torch.float32, cpu, needs)
+    assert registry.usable_experts(shape, torch.float32, cpu, needs) == {"grouped": None}
+    monkeypatch.setattr(registry, "measured", lambda device: True)  # as on a GPU
+    monkeypatch.setattr(registry, "_CANDIDATES", ("grouped_mm",))  # the others import Triton
+    usable = registry.usable_experts(shape, torch.float32, cpu, needs)
     assert "has no biases" in str(usable["grouped_mm"])
     assert usable["grouped"] is None
 

@@ -119,8 +119,8 @@ def test_experts_by_name() -> None:
     w13, w2 = torch.zeros(2, 6, 4), torch.zeros(2, 4, 3)
     with pytest.raises(ConfigError, match="unknown experts back end 'groupd'; did you mean 'grouped'"):
         make_experts("groupd", w13, w2)
-    register_experts_backend("grouped", "moe.experts.grouped:GroupedExperts")  # the same again is fine
-    with pytest.raises(ConfigError, match=r"registered as 'moe\.experts\.grouped:GroupedExperts' already"):
+    register_experts_backend("grouped", "moe.experts.torch_experts:GroupedExperts")  # the same again is fine
+    with pytest.raises(ConfigError, match=r"registered as 'moe\.experts\.torch_experts:GroupedExperts' already"):
         register_experts_backend("grouped", "elsewhere:GroupedExperts")
     with pytest.raises(ConfigError, match="module:attribute', not 'elsewhere'"):
         register_experts_backend("another", "elsewhere")

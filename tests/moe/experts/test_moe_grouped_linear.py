@@ -15,7 +15,7 @@ from c_kernels import needs_c
 from torch import Tensor
 
 from moe import NativeLinear, fastest_cpu_experts, grouped_linear, make_experts
-from moe.experts import fastest
+from moe.experts import registry
 from moe.grouped_linear import GroupedLinear
 from ubatch import ConfigError
 
@@ -100,15 +100,15 @@ def test_the_weights_of_choices_get_their_gradient_or_a_refusal() -> None:
 def test_who_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fastest_cpu_experts(torch.float16, CPU) == "grouped"
     assert fastest_cpu_experts(torch.float32, torch.device("cuda")) == "grouped"
-    monkeypatch.setattr(fastest, "packing_pays", lambda *_: True)
-    monkeypatch.setattr(fastest, "_native_is_faster", lambda than, dtype: than == "packed")
-    monkeypatch.setattr(fastest, "why_not_c", lambda: None)
+    monkeypatch.setattr(registry, "packing_pays", lambda *_: True)
+    monkeypatch.setattr(registry, "_native_is_faster", lambda than, dtype: than == "packed")
+    monkeypatch.setattr(registry, "why_not_c", lambda: None)
     assert fastest_cpu_experts(torch.float32, CPU) == "native"
     assert fastest_cpu_experts(torch.bfloat16, CPU) == "native"
-    monkeypatch.setattr(fastest, "packing_pays", lambda *_: False)
+    monkeypatch.setattr(registry, "packing_pays", lambda *_: False)
     assert fastest_cpu_experts(torch.float32, CPU) == "grouped"
-    monkeypatch.setattr(fastest, "_native_is_faster", lambda than, dtype: True)
-    monkeypatch.setattr(fastest, "why_not_c", lambda: "no compiler")
+    monkeypatch.setattr(registry, "_native_is_faster", lambda than, dtype: True)
+    monkeypatch.setattr(registry, "why_not_c", lambda: "no compiler")
     assert fastest_cpu_experts(torch.float32, CPU) == "grouped"
 
 
@@ -117,19 +117,19 @@ def test_a_kernel_that_cannot_be_compiled_is_not_the_fastest(monkeypatch: pytest
         raise ConfigError("the C compiler failed")
 
     monkeypatch.setattr(grouped_linear, "_kernel", refuse)
-    monkeypatch.setattr(fastest, "_native_is_faster", cache(fastest._native_is_faster.__wrapped__))
-    monkeypatch.setattr(fastest, "why_not_c", lambda: None)
+    monkeypatch.setattr(registry, "_native_is_faster", cache(registry._native_is_faster.__wrapped__))
+    monkeypatch.setattr(registry, "why_not_c", lambda: None)
     assert fastest_cpu_experts(torch.float32, CPU) in ("packed", "grouped")
 
 
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_measured_by_running_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = Mock(side_effect=fastest.best_times)
-    monkeypatch.setattr(fastest, "best_times", measure)
-    monkeypatch.setattr(fastest, "_native_is_faster", cache(fastest._native_is_faster.__wrapped__))
+    measure = Mock(side_effect=registry.best_times)
+    monkeypatch.setattr(registry, "best_times", measure)
+    monkeypatch.setattr(registry, "_native_is_faster", cache(registry._native_is_faster.__wrapped__))
     assert fastest_cpu_experts(dtype, CPU) in ("native", "packed", "grouped")
-    assert measure.call_count == len(fastest._TOKENS)
+    assert measure.call_count == len(registry._TOKENS)
 
 
 def test_without_c_native_experts_say_why(monkeypatch: pytest.MonkeyPatch) -> None:

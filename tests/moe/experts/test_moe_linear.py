@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from moe import PackedLinear, cpu_linear, fastest_cpu_experts, linear, make_experts, packing_pays
 from moe.cpu_linear import kernel_rows
-from moe.experts.cpu import packed as packed_module
+from moe.experts import cpu
 from ubatch import ConfigError
 
 
@@ -112,7 +112,7 @@ def test_packed_experts_stay_what_they_are() -> None:
 @torch.inference_mode()
 def test_packed_experts_expert_by_expert_and_all_at_once(cached_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Expert by expert with many rows; one has none, one needs padding, one has the last rows."""
-    monkeypatch.setattr(packed_module, "_CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr(cpu, "_CACHED_BYTES", cached_bytes)
     w13, w2 = torch.randn(4, 12, 8), torch.randn(4, 8, 6)
     ids = torch.tensor([[0, 3]] * 21 + [[0, 2]] * 2)
     x, weights = torch.randn(23, 8), torch.rand(23, 2)
