@@ -1,4 +1,4 @@
-"""What `grouped`, `grouped_mm` and the plain loop have of their own; that they are right: conformance tests."""
+"""What `grouped`, `grouped_mm` and the plain loop have of their own, biases, and fp8; results: conformance tests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_graphs import FakeGraphs
+from hypothesis import given
+from hypothesis import strategies as st
 from moe_layers import make_layer, make_tokens
 from torch import Tensor
 
-from moe import experts_backends, make_experts, register_experts_backend
-from moe.experts import grouped_mm
+from moe import (
+    ClampedSwiGLU,
+    ExpertsNeeds,
+    ExpertsShape,
+    dequantize_blocks,
+    experts_backends,
+    make_experts,
+    quantize_blocks,
+    register_experts_backend,
+)
+from moe.experts import grouped_mm, registry
+from moe.experts.quantization import FP8
+from moe.experts.torch_experts import GroupedExperts
 from moe.segments import segment_offsets, segment_sum
 from ubatch import ConfigError
 
@@ -133,3 +146,75 @@ def test_a_block_is_computed_when_it_is_asked_for() -> None:
     with mock.patch.object(experts, "run_expert", wraps=experts.run_expert) as run:
         blocks = experts.run_blocks(routed.x, routed.ids, routed.weights, [range(0, 1), range(1, 4)])
         assert [run.call_count for _ in blocks] == [1, 4]
+
+
+LAYER = make_layer()
+
+
+def test_the_plain_loop_is_the_formula_with_biases() -> None:
+    x, b13, b2 = torch.randn(12), torch.randn(LAYER.w13.shape[:2]), torch.randn(LAYER.w2.shape[:2])
+    clamped = ClampedSwiGLU(limit=0.4, alpha=1.5)
+    experts: Any = make_experts("reference", LAYER.w13, LAYER.w2, b13=b13, b2=b2, activation=clamped)
+    gate, up = (experts.w13[2] @ x + experts.b13[2]).chunk(2)
+    gate, up = gate.clamp(max=0.4), up.clamp(-0.4, 0.4)
+    y = experts.w2[2] @ ((up + 1) * gate / (1 + torch.exp(-1.5 * gate))) + experts.b2[2]
+    weights = torch.tensor([[0.3]])
+    torch.testing.assert_close(experts(x[None], torch.tensor([[2]]), weights)[0], 0.3 * y)
+
+
+def test_auto_finds_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs, shape, cpu = ExpertsNeeds(biases=True), ExpertsShape(8, 8, 2, 16, 8), torch.device("cpu")
+    assert registry.usable_experts(shape, torch.float32, cpu, needs) == {"grouped": None}
+    monkeypatch.setattr(registry, "measured", lambda device: True)  # as on a GPU
+    monkeypatch.setattr(registry, "_CANDIDATES", ("grouped_mm",))  # the others import Triton
+    usable = registry.usable_experts(shape, torch.float32, cpu, needs)
+    assert "has no biases" in str(usable["grouped_mm"])
+    assert usable["grouped"] is None
+
+
+def test_biases_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"b13 must be \[8, 10\]"):
+        GroupedExperts(LAYER.w13, LAYER.w2, b13=torch.zeros(8, 5))
+    with pytest.raises(ConfigError, match=r"b2 must be \[8, 12\] torch.float32"):
+        GroupedExperts(LAYER.w13, LAYER.w2, b2=torch.zeros(8, 12, dtype=torch.float64))
+
+
+@given(
+    rows=st.integers(0, 3),
+    blocks=st.integers(1, 3),
+    scale=st.floats(-6, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_quantization_loses_little(rows: int, blocks: int, scale: float, dtype: torch.dtype, seed: int) -> None:
+    """Half a step of 3 bits of mantissa for what is large in its block, a fixed small error for the rest."""
+    x = (torch.randn(rows, blocks * 128, generator=torch.Generator().manual_seed(seed)) * 10**scale).to(dtype)
+    quantized, scales = quantize_blocks(x)
+    assert quantized.dtype is FP8
+    assert scales.shape == (rows, blocks)
+    assert scales.is_contiguous()
+    restored = dequantize_blocks(quantized, scales, torch.float32)
+    assert restored.isfinite().all()
+    step = scales.repeat_interleave(128, dim=1) * 2.0**-9  # of the smallest numbers
+    assert ((restored - x.float()).abs() <= torch.maximum(x.float().abs() / 16, step) * 1.001).all()
+    if rows:  # a row's bits do not depend on its batch
+        alone, own_scales = quantize_blocks(x[-1:])
+        assert torch.equal(alone.view(torch.uint8), quantized[-1:].view(torch.uint8))
+        assert torch.equal(own_scales, scales[-1:])
+
+
+def test_zeros_and_extremes_survive() -> None:
+    x = torch.tensor([0.0, 448.0, -448.0, 3e38]).repeat_interleave(128).view(1, -1)
+    restored = dequantize_blocks(*quantize_blocks(x), torch.float32)
+    torch.testing.assert_close(restored, x)
+    nothing = quantize_blocks(torch.zeros(2, 0))
+    assert dequantize_blocks(*nothing, torch.bfloat16).shape == (2, 0)
+
+
+def test_bad_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a multiple of 128, not torch\.float32 \[2, 100\]"):
+        quantize_blocks(torch.zeros(2, 100))
+    x, scales = quantize_blocks(torch.zeros(2, 256))
+    for bad_x, bad_scales in ((x.float(), scales), (x, scales[:1]), (x, scales.double()), (x, torch.zeros(2, 3))):
+        with pytest.raises(ConfigError, match="do not fit: fp8 is"):
+            dequantize_blocks(bad_x, bad_scales, torch.float32)
