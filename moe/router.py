@@ -57,21 +57,10 @@ def route_in_c(
     weights = torch.empty(rows, top_k, dtype=torch.float32, device="cpu")
     ids = torch.empty(rows, top_k, dtype=torch.int64, device="cpu")
     _kernel(logits.dtype)(
-        logits.data_ptr(),
-        logits.stride(0),
-        rows,
-        rows if num_tokens is None else int(num_tokens),
-        experts,
-        top_k,
-        num_groups,
-        top_groups,
-        2 if sigmoid and experts > num_groups else 1,
-        sigmoid,
-        renormalize,
-        scale,
-        None if bias is None else bias.data_ptr(),
-        weights.data_ptr(),
-        ids.data_ptr(),
+        *(logits.data_ptr(), logits.stride(0), rows, rows if num_tokens is None else int(num_tokens), experts),
+        *(top_k, num_groups, top_groups, 2 if sigmoid and experts > num_groups else 1),
+        *(sigmoid, renormalize, scale, None if bias is None else bias.data_ptr()),
+        *(weights.data_ptr(), ids.data_ptr()),
         torch.get_num_threads(),
     )
     return weights, ids

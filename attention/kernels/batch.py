@@ -109,19 +109,9 @@ def fill_batch(
     block = min(power_of_2(max(max_blocks, num_tokens)), _MAX_BLOCK)
     _fill_kernel[num_reqs + cdiv(num_tokens, block), cdiv(max_blocks, block)](
         *static,
-        starts,
-        lens,
-        table,
-        table.stride(0),
-        table.shape[1],
-        slots,
-        slots.shape[0],
-        num_real,
-        num_actual_tokens,
-        num_reqs,
-        num_tokens,
-        max_blocks,
-        hidden_slot,
+        *(starts, lens, table, table.stride(0), table.shape[1], slots, slots.shape[0]),
+        *(num_real, num_actual_tokens, num_reqs, num_tokens),
+        *(max_blocks, hidden_slot),
         SEQ_LEN_FILL=seq_len_fill,
         PAGE=block_size,
         BLOCK=block,
@@ -180,11 +170,7 @@ def list_pages(
     block = min(power_of_2(most_pages), _MAX_BLOCK)
     table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
     _list_pages_kernel[num_reqs, cdiv(most_pages, block)](
-        indices,
-        table,
-        table.stride(0),
-        query_start_loc,
-        seq_lens,
+        *(indices, table, table.stride(0), query_start_loc, seq_lens),
         QUERIES=padded_queries,
         PAGE=block_size,
         REQUESTS=power_of_2(num_reqs),

@@ -301,13 +301,17 @@ def test_batches_need_experts_that_take_them() -> None:
             FusedMoEModularKernel(low_latency, rows_only)  # type: ignore[arg-type]
 
 
+LITTLE = 4
+"""Room for so few tokens that a layer runs in pieces."""
+
+
 def test_pieces() -> None:
     run_checks(_outside_lanes, _in_lanes, _nobody_voted)
 
 
 def _backends(group: CommGroup, **options: Any) -> dict[str, Any]:
     names = ("deepep_low_latency", "deepep_v2")
-    return {name: transport(name, group, max_tokens_per_rank=ROOM, **options) for name in names}
+    return {name: transport(name, group, max_tokens_per_rank=LITTLE, **options) for name in names}
 
 
 def _outside_lanes(rank: int, group: CommGroup) -> None:
@@ -343,7 +347,7 @@ def _in_lanes(rank: int, group: CommGroup) -> None:
 def _nobody_voted(rank: int, group: CommGroup) -> None:
     """Then no rank can know how many pieces the others have: what does not fit is refused, before it is launched."""
     layer = layer_of()
-    routed = tokens_of(layer, ROOM + 1)
+    routed = tokens_of(layer, LITTLE + 1)
     for name, all2all in _backends(group).items():
         with pytest.raises(ConfigError, match=f"'{name}' has room for 4 tokens of a rank at once, not 5"):
             layer.kernel(all2all)(routed.x, routed.weights, routed.ids)
