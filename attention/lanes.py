@@ -101,7 +101,8 @@ class _Pair:
 
     records: LinearRecords | None = None
 
-    def __init__(self, prefill: str, decode: str, shape: Shape, kv_cache: KVCache) -> None:
+    def __init__(self, prefill: str, decode: str, shape: Shape, kv_cache: KVCache, states: StatePool | None) -> None:
+        self._states = states
         self.prefill = make_attention_backend(prefill, shape, kv_cache)
         self.decode = self.prefill if decode == prefill else make_attention_backend(decode, shape, kv_cache)
         fills = {backend.name: backend.traits.seq_len_fill for backend in self.distinct}
@@ -115,14 +116,24 @@ class _Pair:
     def distinct(self) -> tuple[AttentionBackend, ...]:
         return (self.prefill,) if self.decode is self.prefill else (self.prefill, self.decode)
 
-    def init_graph_buffers(self, limits: GraphLimits, states: StatePool | None) -> None:
+    def plan(self, metadata: CommonAttentionMetadata) -> Plan:
+        plan: Plan = EmptyPlan()
+        if metadata.num_actual_tokens:
+            plan = self.for_batch(metadata).plan(metadata)
+        return plan if self._states is None else HybridPlan(plan, make_linear_plan(self._states, metadata))
+
+    def init_graph_buffers(self, limits: GraphLimits) -> None:
         self.decode.init_graph_buffers(limits)
-        if states is not None:
+        if self._states is not None:
             from attention.linear.triton_plan import LinearRecords  # imports Triton
 
-            self.records = LinearRecords(states, limits.max_reqs)
+            self.records = LinearRecords(self._states, limits.max_reqs)
 
     def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Plan:
+        if not MODES[metadata.mode].graph:
+            raise ConfigError(
+                f"{metadata.mode} batches are not captured: their shapes are not fixed. Run them eagerly."
+            )
         plan: Plan = self.for_batch(metadata).plan_for_graph(metadata)
         return plan if self.records is None else HybridPlan(plan, self.records.plan_for_graph(metadata))
 
@@ -176,12 +187,12 @@ class UBatchAttention:
 
     def plan(self, metadata: CommonAttentionMetadata) -> Plan:
         """The plan of a batch that runs unsplit."""
-        return self._plan(self._whole, metadata)
+        return self._whole.plan(metadata)
 
     def plan_lanes(self, lanes: Sequence[CommonAttentionMetadata]) -> list[Plan]:
         """One plan per lane; see `split_attn_metadata`."""
         self._grow(len(lanes))
-        return [self._plan(pair, metadata) for pair, metadata in zip(self._lanes, lanes, strict=False)]
+        return [pair.plan(metadata) for pair, metadata in zip(self._lanes, lanes, strict=False)]
 
     def init_graph_buffers(self, limits: GraphLimits, num_lanes: int = 0) -> None:
         """Make the buffers of captured plans: for the whole batch, and smaller ones for `num_lanes` lanes.
@@ -198,9 +209,9 @@ class UBatchAttention:
         self._grow(num_lanes)
         if self.states is not None and not runs_in_triton(self.states.device):
             raise ConfigError(f"linear attention on {self.states.device} cannot run in a CUDA graph. Run it eagerly.")
-        self._whole.init_graph_buffers(limits, self.states)
+        self._whole.init_graph_buffers(limits)
         for pair in self._lanes[:num_lanes]:
-            pair.init_graph_buffers(_lane_limits(limits, num_lanes), self.states)
+            pair.init_graph_buffers(_lane_limits(limits, num_lanes))
 
     @property
     def capturable(self) -> bool:
@@ -224,12 +235,12 @@ class UBatchAttention:
         Raises:
             ConfigError: batches of this mode are not captured, or there are no graph buffers for one this large.
         """
-        return self._plan_for_graph(self._whole, metadata)
+        return self._whole.plan_for_graph(metadata)
 
     def plan_lanes_for_graph(self, lanes: Sequence[CommonAttentionMetadata]) -> list[Plan]:
         """One plan per lane that a graph in lanes is captured with; errors as `plan_for_graph`."""
         self._grow(len(lanes))
-        return [self._plan_for_graph(pair, metadata) for pair, metadata in zip(self._lanes, lanes, strict=False)]
+        return [pair.plan_for_graph(metadata) for pair, metadata in zip(self._lanes, lanes, strict=False)]
 
     def replan(self, plan: Plan, metadata: CommonAttentionMetadata) -> None:
         """Make a plan of `plan_for_graph` describe this batch, padded. Call it before a replay; see `AttentionBackend`.
@@ -255,21 +266,8 @@ class UBatchAttention:
         pairs = [("whole", self._whole), *((f"lane {lane}", pair) for lane, pair in enumerate(self._lanes))]
         return {f"{where}/{backend.name}": backend.nbytes for where, pair in pairs for backend in pair.distinct}
 
-    def _plan(self, pair: _Pair, metadata: CommonAttentionMetadata) -> Plan:
-        plan: Plan = EmptyPlan()
-        if metadata.num_actual_tokens:
-            plan = pair.for_batch(metadata).plan(metadata)
-        return plan if self.states is None else HybridPlan(plan, make_linear_plan(self.states, metadata))
-
-    def _plan_for_graph(self, pair: _Pair, metadata: CommonAttentionMetadata) -> Plan:
-        if not MODES[metadata.mode].graph:
-            raise ConfigError(
-                f"{metadata.mode} batches are not captured: their shapes are not fixed. Run them eagerly."
-            )
-        return pair.plan_for_graph(metadata)
-
     def _make(self) -> _Pair:
-        return _Pair(self.prefill_name, self.decode_name, self.shape, self.kv_cache)
+        return _Pair(self.prefill_name, self.decode_name, self.shape, self.kv_cache, self.states)
 
     def _grow(self, count: int) -> None:
         while len(self._lanes) < count:

@@ -259,7 +259,7 @@ def prefill_attention(q: Tensor, out: Tensor, where: PagedLayer, tiles: Tensor, 
     Args:
         q: `[T, num_heads, head_dim]`.
         out: `[T, num_heads, value_dim]`, contiguous; written.
-        tiles: `[tiles, 2]` int32 from `planning.plan_tiles`, for `size.queries(shape)` queries each.
+        tiles: `[tiles, 2]` int32 from `plan_tiles`, for `size.queries(shape)` queries each.
     """
     if tiles.shape[0]:
         launch_attention((tiles.shape[0], where.shape.num_kv_heads, 1), q, out, where, size, tiles=tiles)
