@@ -154,25 +154,23 @@ def test_quantize_is_the_same_as_fp8_weights() -> None:
 
 def test_bad_weights_are_refused() -> None:
     w13, w2 = torch.zeros(2, 256, 128), torch.zeros(2, 128, 128)
-    with pytest.raises(ConfigError, match=r"float32 or fp8, not in torch\.float64"):
-        TritonExperts(w13.double(), w2.double())
     (fp8_13, scale_13), (fp8_2, scale_2) = quantize_weights(w13), quantize_weights(w2)
-    with pytest.raises(ConfigError, match=r"w13_scale \[2, 2, 1\] float32, not None"):
-        TritonExperts(fp8_13, fp8_2)
-    with pytest.raises(ConfigError, match=r"w2_scale \[2, 1, 1\] float32, not torch\.float32 \[2, 2, 1\]"):
-        TritonExperts(fp8_13, fp8_2, 0, scale_13, scale_13)
-    with pytest.raises(ConfigError, match=r"w13_scale is for weights in torch\.float8_e4m3fn, not torch\.float32"):
-        TritonExperts(w13, w2, 0, scale_13, scale_2)
-    with pytest.raises(ConfigError, match="multiples of 128, not hidden 96 and"):
-        TritonExperts(fp8_13[:, :, :96], fp8_2[:, :96], 0, scale_13, scale_2)
-    with pytest.raises(ConfigError, match=r"dtype=torch\.bfloat16 is for fp8"):
-        TritonExperts(w13, w2, dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"quantize must be 'fp8'.* not 'int4'"):
-        TritonExperts(w13, w2, quantize="int4")
+    fp8 = r"torch\.float8_e4m3fn"
+    refused: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((w13.double(), w2.double()), {}, r"float32 or fp8, not in torch\.float64"),
+        ((fp8_13, fp8_2), {}, r"w13_scale \[2, 2, 1\] float32, not None"),
+        ((fp8_13, fp8_2, 0, scale_13, scale_13), {}, r"w2_scale \[2, 1, 1\] float32, not torch\.float32 \[2, 2, 1\]"),
+        ((w13, w2, 0, scale_13, scale_2), {}, rf"w13_scale is for weights in {fp8}, not torch\.float32"),
+        ((fp8_13[:, :, :96], fp8_2[:, :96], 0, scale_13, scale_2), {}, "multiples of 128, not hidden 96 and"),
+        ((w13, w2), {"dtype": torch.bfloat16}, r"dtype=torch\.bfloat16 is for fp8"),
+        ((w13, w2), {"quantize": "int4"}, r"quantize must be 'fp8'.* not 'int4'"),
+        ((w13, w2, 3), {"num_experts": 4}, "num_experts is 4, but experts 3 to 4 are here"),
+    ]
+    for given, options, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            TritonExperts(*given, **options)
     with pytest.raises(ConfigError, match=r"in blocks of 128 x 128, not torch\.float32 \[2, 128, 96\]"):
         quantize_weights(w2[:, :, :96])
-    with pytest.raises(ConfigError, match="num_experts is 4, but experts 3 to 4 are here"):
-        TritonExperts(w13, w2, 3, num_experts=4)
     with pytest.raises(ConfigError, match="'grouped' does not compute in fp8 and takes no quantize, w2_scale"):
         make_experts("grouped", w13, w2, quantize="fp8", w2_scale=scale_2)
     make_experts("grouped", w13, w2, num_experts=8)  # a hint, for who can use it
