@@ -20,8 +20,8 @@ from attention import (
     MLAShape,
     MultiStepDraftAttention,
     make_attention_backend,
-    multi_step,
 )
+from attention import lanes as attention_lanes
 from model_runner import Step
 from model_runner.speculation.extend import draft_extend_batch
 from tests.support.shaped_steps import shaped_step
@@ -168,7 +168,7 @@ def test_every_step_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(make_attention_backend(*args))
         return made[-1]
 
-    monkeypatch.setattr(multi_step, "make_attention_backend", counted)
+    monkeypatch.setattr(attention_lanes, "make_attention_backend", counted)
     rng = random.Random(0)
     batch = make([(rng.randrange(1, 40), STEPS) for _ in range(3)], mla=False)
     states = MultiStepDraftAttention(batch.shape, batch.new_cache(), STEPS, "torch")
