@@ -12,14 +12,7 @@ import torch
 from c_kernels import needs_c
 from torch import Tensor
 
-from moe import (
-    NO_EXPERT,
-    GroupLimitedRouter,
-    SigmoidTopKRouter,
-    SoftmaxTopKRouter,
-    local_experts,
-    mask_padding,
-)
+from moe import NO_EXPERT, GroupLimitedRouter, SigmoidTopKRouter, SoftmaxTopKRouter, local_experts, mask_padding
 from moe import router as routers
 from moe.router import route
 from ubatch import ConfigError

@@ -42,7 +42,7 @@ from torch import Tensor
 from moe.all2all.base import All2All, All2AllTraits, visited
 from moe.all2all.layouts import Dispatched, blocks_of, only_block
 from moe.all2all.payload import check_dispatch, pack_rows, refuse_gradients, unpack_rows
-from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
+from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Handle, Routes, tokens_of, visits_of
 from moe.all2all.voted import most_voted_tokens, tokens_in, unpadded
 from moe.placement import block_of, local_experts
 from moe.segments import segment_sum
@@ -63,24 +63,6 @@ _SPARE_BYTES = 16 << 10
 """How much of a layer may travel in vain: what a link of 1 Gbit/s carries in the time that counts take to go round."""
 _EVERY_ROW = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
 """Modes in which every layer runs on all the tokens that the ranks voted on; else the last one may run on fewer."""
-
-
-@dataclass(frozen=True)
-class Handle:
-    """What combine needs to return results.
-
-    Attributes:
-        sent, received: rows this rank sent to, and got from, every rank.
-        most: the most tokens that a rank has; None if the ranks do not know it.
-        row_of_visit: `[sum(sent)]`, the sent row of each (token, rank) visit, in token order.
-        visit_offsets: `[T + 1]`, where each token's visits begin.
-    """
-
-    sent: list[int]
-    received: list[int]
-    most: int | None
-    row_of_visit: Tensor
-    visit_offsets: Tensor
 
 
 class TorchDistAll2All(All2All[Any]):
@@ -170,7 +152,7 @@ class TorchDistAll2All(All2All[Any]):
 
         return transfer.map(arrive)
 
-    def combine(self, y: Tensor, handle: Handle | ChunkHandle) -> Transfer[Tensor]:
+    def combine(self, y: Tensor, handle: Handle) -> Transfer[Tensor]:
         """See `All2All`. For a chunk, it returns the rows whose last chunk this is."""
         if torch.is_grad_enabled():
             refuse_gradients(y, name="torch_dist")
@@ -225,7 +207,7 @@ class TorchDistAll2All(All2All[Any]):
         rows = ChunkedRows(visits, ends, blocks, self.experts, x.shape[1])
         most = most_voted_tokens(self.group)
         handles = [
-            ChunkHandle(rows, chunk, back[chunk], _sum_of([came[chunk] for came in ends]), most, *returns[chunk])
+            ChunkHandle(back[chunk], _sum_of([came[chunk] for came in ends]), most, *returns[chunk], rows, chunk)
             for chunk in chunks
         ]
         transfers = [
