@@ -1,4 +1,7 @@
-"""What a command hands to those who do its work: runners, schedulers, sockets, the app, clients. Nothing is started."""
+"""What a command hands to those who do its work: runners, schedulers, sockets, the app, clients. Nothing is started.
+
+`CASES` has a value for every setting of every command that is not its default.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import io
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +20,8 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
+from calls import HEAD, words_of
 from torch.distributed import HashStore
 
 import serving.engine.launch as launch
@@ -35,7 +40,7 @@ from serving.engine.wire.secret import read_secret
 from ubatch import UBatchError
 
 Effects = dict[str, Any]
-__all__ = ["EFFECTS", "as_text"]
+__all__ = ["CASES", "EFFECTS", "HEAD", "Case", "as_text"]
 
 
 class Enough(Exception):
@@ -273,3 +278,27 @@ EFFECTS: dict[str, Callable[[Sequence[str]], Effects]] = {
     "trace": of_trace,
     "tune": of_tune,
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to set a setting; the table, `settings_table.yaml`, says what its fields are."""
+
+    words: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    gpus: int = 0
+    yaml: str = ""
+    off: bool = False
+
+
+def _case(fields: Mapping[str, Any]) -> Case:
+    found = dict(fields)
+    for name in {"words", "beside", "without"} & found.keys():
+        told = found[name]
+        found[name] = tuple(told if isinstance(told, list) else words_of(str(told))[0])
+    return Case(**found)
+
+
+_TABLE = Path(__file__).with_name("settings_table.yaml").read_text(encoding="utf-8")
+CASES: Mapping[str, Case] = {name: _case(fields) for name, fields in yaml.safe_load(_TABLE).items()}

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_graphs import FakeGraphs
-from flashinfer_standin_moe import cutlass_fused_moe
+from flashinfer_standin_wrappers import cutlass_fused_moe
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_layers import make_layer, make_tokens

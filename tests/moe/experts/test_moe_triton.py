@@ -17,8 +17,8 @@ import torch
 from fp8_checkpoints import blockwise, dequantize, rounded
 from graph_cases import graphed
 from interpreted_device import Device
+from lanes import alone
 from moe_layers import Layer, Routed, make_layer, make_tokens
-from only_lane import alone
 from torch import Tensor
 from triton_batches import DEVICE
 
