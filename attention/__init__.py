@@ -1,18 +1,16 @@
 """Floor 2: attention over a paged KV cache, and the metadata that describes a step's batch.
 
 modes        the forward modes, as one table
-metadata     one description of a batch for all back ends, and its split into lanes
-spec_verify  the extra metadata of a batch of drafts, and its split
+metadata     one description of a batch for all back ends, and its split into lanes; more of it for a batch of drafts
 kv_cache     the pools: keys and values, or latents
-kv_tables    which blocks are free, and which request has which
-kv_order     which requests read KV that others of the same batch write, and so must not run before them
+kv_tables    which blocks are free, which request has which, and which requests read KV that others of the same batch
+             write, and so must not run before them
 interface    what a back end is, and the shape of a model's attention
 backends     one interface, one plan per step and lane
 kernels      Triton kernels of the `triton` back end
 linear       layers with a recurrent state per request in place of keys and values
 graph_buffers  a batch's tensors at fixed addresses, for captured CUDA graphs
-lanes        back ends and plans of a whole batch and of its lanes
-multi_step   plans of the consecutive decode steps that draft a chain
+lanes        back ends and plans of a whole batch, of its lanes, and of the consecutive decode steps that draft a chain
 lse          attention over pieces of the keys, and the merging of the results
 reference    the slow reference implementation that tests compare with
 """
@@ -49,15 +47,12 @@ from attention.kv_cache import (
     PagedKVCache,
     make_kv_cache,
 )
-from attention.kv_order import reads_of_later_writes
-from attention.kv_tables import BlockAllocator, RequestToTokenTable
-from attention.lanes import HybridPlan, UBatchAttention
+from attention.kv_tables import BlockAllocator, RequestToTokenTable, reads_of_later_writes
+from attention.lanes import HybridPlan, MultiStepDraftAttention, UBatchAttention
 from attention.linear.states import GatedDeltaShape, StatePool
-from attention.metadata import CommonAttentionMetadata, split_attn_metadata
+from attention.metadata import CommonAttentionMetadata, SpecVerifyInput, split_attn_metadata
 from attention.modes import MODES, Kernel, ModeTraits, SplitKind, refuse_unsupported_model
-from attention.multi_step import MultiStepDraftAttention
 from attention.reference import reference_attention, reference_mla
-from attention.spec_verify import SpecVerifyInput
 
 __all__ = [
     "MODES",

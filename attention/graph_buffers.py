@@ -100,7 +100,7 @@ class GraphBuffers:
 
     def _fill_fused(self, metadata: CommonAttentionMetadata, real: int, num_reqs: int, num_tokens: int) -> None:
         """Fill all buffers in one launch: some twenty small ones would cost the host more than a graph's replay."""
-        from attention.kernels.fill import fill_batch  # imports Triton
+        from attention.kernels.batch import fill_batch  # imports Triton
 
         table = metadata.block_table
         fill_batch(

@@ -361,19 +361,10 @@ class EagerOnly:
 
     name: ClassVar[str]
 
-    def init_graph_buffers(self, limits: GraphLimits) -> None:
+    def _refuse(self, *given: Any) -> Any:
         """See `AttentionBackend`; always refuses."""
-        raise self._refusal()
-
-    def plan_for_graph(self, metadata: CommonAttentionMetadata) -> Any:
-        """See `AttentionBackend`; always refuses."""
-        raise self._refusal()
-
-    def replan(self, plan: Any, metadata: CommonAttentionMetadata) -> None:
-        """See `AttentionBackend`; always refuses."""
-        raise self._refusal()
-
-    def _refusal(self) -> ConfigError:
-        return ConfigError(
+        raise ConfigError(
             f"attention back end {self.name!r} cannot run in a CUDA graph. Choose another one, or cudagraph_mode none."
         )
+
+    init_graph_buffers = plan_for_graph = replan = _refuse

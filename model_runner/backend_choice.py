@@ -1,8 +1,8 @@
 """Resolves `auto` to the back ends of experts and attention: the same on every rank, with the reason in the log. It
 also says which weights stay in fp8.
 
-On a GPU all ranks measure at the same time which usable back end is fastest (`moe.experts.fastest`,
-`attention.backends.fastest`). Only back ends that every rank can use count, and the first rank's choice holds for all:
+On a GPU all ranks measure at the same time which usable back end is fastest (`moe.experts.registry`,
+`attention.backends.registry`). Only back ends that every rank can use count, and the first rank's choice holds for all:
 otherwise some ranks might capture their steps and others not, or one rank's slow choice would delay every step. If the
 choice fails on a rank, all choose again among the back ends that work on every rank. On a CPU, where nothing is
 captured, every rank chooses for itself.

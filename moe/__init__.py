@@ -6,7 +6,6 @@
     all2all/          how tokens travel between ranks
     experts/          how a rank computes its experts
     kernels/          Triton kernels of both
-    cpu_router        the routers as one kernel in C
     cpu_linear        a linear layer on the faster of two CPU libraries
     gpu_linear        a linear layer with weights in fp8
     grouped_linear    linear layers of all experts in one call, in C
@@ -25,9 +24,9 @@ from __future__ import annotations
 import typing
 import warnings
 
-from moe.all2all.base import All2All, BlockCombine, SignalledCombine, StepSizes, traits_in
+from moe.all2all.base import All2All, All2AllTraits, BlockCombine, SignalledCombine, StepSizes, traits_in
+from moe.all2all.emulated_link import EmulatedLink, LinkStatistics
 from moe.all2all.layouts import BatchedDispatch, Dispatched
-from moe.all2all.link import EmulatedLink, LinkStatistics
 from moe.all2all.registry import (
     all2all_backends,
     check_all2all_options,
@@ -35,20 +34,23 @@ from moe.all2all.registry import (
     make_all2all,
     register_all2all_backend,
 )
-from moe.all2all.traits import All2AllTraits
 from moe.cpu_linear import PackedLinear, linear, packing_pays
 from moe.expert_map import ExpertLoads, ExpertMap
 from moe.expert_parallel import ExpertParallelMoE, UnsupportedModelError, expert_parallel
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, FusedExperts, SignallingExperts
-from moe.experts.fastest import ExpertsNeeds, ExpertsShape, fastest_cpu_experts, fastest_experts, usable_experts
 from moe.experts.quantization import dequantize_blocks, quantize_blocks
 from moe.experts.registry import (
+    ExpertsNeeds,
+    ExpertsShape,
     check_takes_biases,
     experts_backends,
     experts_class,
+    fastest_cpu_experts,
+    fastest_experts,
     fp8_block,
     make_experts,
     register_experts_backend,
+    usable_experts,
 )
 from moe.experts.torch_experts import ClampedSwiGLU
 from moe.gpu_linear import fp8_linear, fp8_linear_block

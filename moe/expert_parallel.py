@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.all2all.base import All2All
-from moe.all2all.link import EmulatedLink
+from moe.all2all.emulated_link import EmulatedLink
 from moe.all2all.registry import make_all2all
 from moe.expert_map import ExpertMap
 from moe.experts.registry import make_experts

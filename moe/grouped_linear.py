@@ -144,18 +144,11 @@ class GroupedLinear:
             scratch = _scratch(threads * copied_rows * row_bytes)  # held until the kernel has run
             own_rows = scratch.data_ptr(), copied_rows
         self._kernel.run(
-            x.data_ptr(),
-            x.stride(0),
-            source,
-            first_row,
-            experts,
-            self._panels,
-            self._inputs,
+            *(x.data_ptr(), x.stride(0), source, first_row),
+            *(experts, self._panels, self._inputs),
             self._packed.data_ptr() + first_expert * self._packed.stride(0) * self._packed.itemsize,
-            out.data_ptr(),
-            *own_rows,
-            form,
-            threads,
+            *(out.data_ptr(), *own_rows),
+            *(form, threads),
         )
         return out if out.shape[1] == self.outputs else out[:, : self.outputs]
 
@@ -195,28 +188,12 @@ def run_layer(
     own = scratch.data_ptr()
     out = x.new_empty(x.shape)
     kernel.run_layer(
-        x.data_ptr(),
-        x.stride(0),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        tokens,
-        top_k,
-        first_expert,
-        experts,
-        up._inputs,
-        up._panels,
-        up._packed.data_ptr(),
-        down._inputs,
-        down._panels,
-        down._packed.data_ptr(),
-        own + of_numbers,
-        own + of_inner,
-        own + of_rows,
-        out.data_ptr(),
-        own,
-        scratch_bytes,
-        up_rows,
-        down_rows,
+        *(x.data_ptr(), x.stride(0), ids.data_ptr(), weights.data_ptr()),
+        *(tokens, top_k, first_expert, experts),
+        *(up._inputs, up._panels, up._packed.data_ptr()),
+        *(down._inputs, down._panels, down._packed.data_ptr()),
+        *(own + of_numbers, own + of_inner, own + of_rows, out.data_ptr()),
+        *(own, scratch_bytes, up_rows, down_rows),
         threads,
     )
     return out

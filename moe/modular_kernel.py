@@ -23,7 +23,7 @@ block of experts has completed, as soon as the host has launched, or computed, t
     comp:  | prepare |~~~~~~~~~| block 0 | block 1 | block 2 |~~~~~~~~~| finalize |
     comm:            |dispatch |         | rows 0  | rows 1  | rows 2 |
 
-With chunks (blocks of experts, `moe.all2all.chunks`) the lane hides a part of its own communication, with another lane
+With chunks (blocks of experts, `moe.all2all.layouts`) the lane hides a part of its own communication, with another lane
 or alone:
 
     comp:  | prepare |~~~~~~~~~~~~| experts 0 | experts 1 |~~~~~~~~~~~| finalize |
@@ -55,11 +55,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe.all2all.adopted import adopt
-from moe.all2all.base import All2All
-from moe.all2all.chunks import blocks_of
-from moe.all2all.layouts import BatchedDispatch, Dispatched
-from moe.all2all.traits import All2AllTraits
+from moe.all2all.base import All2All, All2AllTraits
+from moe.all2all.layouts import BatchedDispatch, Dispatched, blocks_of
+from moe.all2all.registry import adopt
 from moe.expert_map import ExpertMap, LayerLoad, map_and_count
 from moe.experts.base import BatchedExperts, BlockwiseExperts, Experts, SignallingExperts
 from moe.schedule_checks import check_schedule, check_signalled_experts

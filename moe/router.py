@@ -9,23 +9,71 @@ All take logits `[T, E]` and give `topk_weights [T, k]` and `topk_ids [T, k]`. G
 neighbouring experts: a token may visit those of its `top_groups` best groups only, and so few ranks.
 
 The torch code here runs on every device and is the reference. On a GPU that Triton supports (`moe.kernels.router`), and
-on a CPU with a C compiler (`moe.cpu_router`), each router is one kernel instead, unless gradients are needed. Experts
-with equal scores are in any order here, and in the order of their ids in the kernels.
+on a CPU with a C compiler (`route_in_c`, of `moe/kernels/route.c`), each router is one kernel instead, unless gradients
+are needed. Experts with equal scores are in any order here, and in the order of their ids in the kernels.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moe import cpu_router
-from moe.cpu_router import MOST_EXPERTS
 from moe.experts.quantization import in_triton
 from ubatch import ConfigError
-from ubatch.kernels import runs_in_c
+from ubatch.kernels import compile_c, kernel_of, rows_contiguous, runs_in_c
+
+MOST_EXPERTS = 4096
+"""More do not fit on the kernel's stack."""
+
+
+def route_in_c(
+    logits: Tensor,
+    top_k: int,
+    *,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    num_tokens: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose every token's experts; arguments and results as `moe.kernels.router.route_topk`.
+
+    Args:
+        logits: `[T, E]` float32 or bfloat16, E up to `MOST_EXPERTS`.
+    """
+    rows, experts = logits.shape
+    logits = logits if logits.stride(1) == 1 else rows_contiguous(logits)
+    if bias is not None:
+        bias = bias.float().contiguous()
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device="cpu")
+    ids = torch.empty(rows, top_k, dtype=torch.int64, device="cpu")
+    _kernel(logits.dtype)(
+        *(logits.data_ptr(), logits.stride(0), rows, rows if num_tokens is None else int(num_tokens), experts),
+        *(top_k, num_groups, top_groups, 2 if sigmoid and experts > num_groups else 1),
+        *(sigmoid, renormalize, scale, None if bias is None else bias.data_ptr()),
+        *(weights.data_ptr(), ids.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return weights, ids
+
+
+@cache
+def _kernel(dtype: torch.dtype, **defines: int) -> Callable[..., None]:
+    source = (Path(__file__).parent / "kernels" / "route.c").read_text(encoding="utf-8")
+    library = compile_c(source, BFLOAT16=int(dtype is torch.bfloat16), **defines)
+    pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    settings = (*[number] * 8, flag, flag, ctypes.c_float)
+    return kernel_of(library, "route", pointer, *settings, pointer, pointer, pointer, flag)
+
 
 NO_EXPERT = -1
 """In `topk_ids`: this choice goes to no expert, is not sent and adds nothing."""
@@ -298,7 +346,7 @@ def _fused(
         settings = {**settings, "sigmoid": True, "bias": router.correction_bias}
         del settings["correction_bias"]
     if not router_logits.is_cuda:
-        return cpu_router.route_topk(router_logits, **settings, num_tokens=num_tokens)
+        return route_in_c(router_logits, **settings, num_tokens=num_tokens)
     from moe.kernels.router import route_topk
 
     return route_topk(router_logits, **settings, num_tokens=num_tokens)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe.all2all.base import All2All
+from moe.all2all.base import All2All, All2AllTraits
 from moe.all2all.registry import all2all_class
-from moe.all2all.traits import All2AllTraits
 from moe.experts.base import BlockwiseExperts, SignallingExperts
 from ubatch import ConfigError, Schedule
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe.all2all.base import All2All
-from moe.all2all.link import EmulatedLink
+from moe.all2all.emulated_link import EmulatedLink
 from moe.all2all.registry import all2all_backends
 from moe.expert_parallel import make_transport
 from moe.experts.quantization import dequantize_blocks

@@ -155,7 +155,7 @@ def _choose_without_measuring() -> None:
     That C is the fastest where it can be compiled, then torch. Tests of the measuring call what is behind the caches;
     commands that are started as users start them measure.
     """
-    experts = sys.modules.get("moe.experts.fastest")
+    experts = sys.modules.get("moe.experts.registry")
     if experts is None:
         return
     import torch

@@ -1,6 +1,6 @@
 """Attention back ends: one interface, chosen by name, imported only when chosen.
 
-registry              names, and which one `auto` picks; `fastest` measures them
+registry              names, and which one `auto` picks
 native/               kernels in C on a CPU, which read the pages in place
 torch/                gathers pages, on any device; latent attention, too
 triton/               this project's kernels

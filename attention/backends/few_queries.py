@@ -151,7 +151,7 @@ class FewQueries:
         """`[T, ...]` as `[R * Q, ...]`; padding rows are 0."""
         if not self.ragged:
             return x[: self.num_reqs * self.num_queries]
-        from attention.kernels.ragged import pad_ragged  # imports Triton
+        from attention.kernels.batch import pad_ragged  # imports Triton
 
         # fp8 is copied as bytes, because only some GPUs support fp8.
         return pad_ragged(_as_bytes(x), self._query_start_loc, self.num_queries).view(x.dtype).flatten(0, 1)
@@ -160,7 +160,7 @@ class FewQueries:
         """`[R * Q, ...]` as rows of the step, `[T, ...]`; if `ragged`, rows that belong to no request are 0."""
         if not self.ragged:
             return x
-        from attention.kernels.ragged import unpad_ragged  # imports Triton
+        from attention.kernels.batch import unpad_ragged  # imports Triton
 
         padded = x.unflatten(0, (self.num_reqs, self.num_queries))
         return unpad_ragged(padded, self._query_start_loc, self.num_rows)

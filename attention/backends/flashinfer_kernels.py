@@ -61,6 +61,26 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def refuse_gpu(
+    name: str, device: torch.device, served: Callable[[tuple[int, int]], bool], needed: str, instead: str
+) -> None:
+    """Refuse GPUs that a back end's kernels do not run on.
+
+    Args:
+        served: whether they run on an architecture.
+        needed, instead: GPUs, and other back ends, in words.
+
+    Raises:
+        ConfigError: they do not run on this one.
+    """
+    capability = compute_capability(device)
+    if capability is not None and not served(capability):
+        raise ConfigError(
+            f"attention back end {name!r} needs a GPU of {needed}, this is SM{capability[0]}{capability[1]}. "
+            f"Choose {instead}."
+        )
+
+
 def refuse_tree_mask(name: str, metadata: CommonAttentionMetadata) -> None:
     """Refuse a tree of drafts, for kernels that take no mask; a chain needs none.
 

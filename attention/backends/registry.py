@@ -1,19 +1,25 @@
-"""Attention back ends by name. A back end is imported when it is chosen, so that a CPU never imports CUDA."""
+"""Attention back ends by name. A back end is imported when it is chosen, so that a CPU never imports CUDA.
+
+To find the fastest, each runs one layer of a decode or a prefill batch over a small cache. Making the plan is not
+timed: a step makes one plan, and all of its layers share it.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import cast
 
 import torch
+from torch import Tensor
 
-from attention.backends.fastest import fastest_attention
 from attention.backends.layers import LayersBackend
-from attention.interface import AttentionBackend, AttentionShape, BackendTraits, Shape
-from attention.kv_cache import KVCache, LayersKVCache, MLAKVCache
-from ubatch import ConfigError, LazyRegistry
-from ubatch.kernels import Chosen
+from attention.interface import AttentionBackend, AttentionShape, BackendTraits, MLAInputs, RopeTable, Shape
+from attention.kv_cache import KVCache, LayersKVCache, MLAKVCache, make_kv_cache
+from attention.metadata import CommonAttentionMetadata
+from ubatch import ConfigError, ForwardMode, LazyRegistry
+from ubatch.kernels import Chosen, Launches, fastest, measured
 
 _BACKENDS = LazyRegistry(
     "attention back end",
@@ -34,6 +40,8 @@ _MLA_NAMES = {"native": "native_mla", "torch": "torch_mla", "triton": "triton_ml
 """Names that serve both kinds of attention, with their class for MLA."""
 _TRTLLM_GEN = ((10, 0), (10, 3))
 """GPU architectures that TensorRT-LLM's generated kernels, the fastest, support."""
+_DECODE, _PREFILL = (64, 1024), (4, 512)  # requests, and tokens of each
+_PACKAGES = ("flashinfer-python",)
 
 
 def register_attention_backend(name: str, target: str) -> None:
@@ -72,25 +80,75 @@ def usable_attention_backends(shape: Shape, kv_cache: KVCache) -> dict[str, str 
 
 
 def fastest_attention_backend(names: Sequence[str], shape: Shape, kv_cache: KVCache, *, decode: bool) -> Chosen:
-    """Choose one of some usable back ends: on a GPU the fastest, measured once; on a CPU the first.
+    """Choose one of some usable back ends: on a GPU the fastest, measured once; on a CPU, or if nothing can be timed,
+    the first.
 
     Args:
         names: from `usable_attention_backends`.
         kv_cache: the model's KV cache; it is not written.
-        decode: choose for batches without a prefill.
+        decode: choose for batches without a prefill: time one new token per request, else whole prompts.
 
     Raises:
         ConfigError: none of them works here.
     """
-
+    if not measured(kv_cache.device):
+        return Chosen(names[0], f"the first that this {kv_cache.device.type} and model can use")
     timed = shape.of_layer(0) if isinstance(shape, AttentionShape) else shape  # one layer is
     spec = kv_cache.spec
     spec = timed.cache_spec(1, spec.block_size, spec.dtype, fp8=spec.fp8)
+    requests, tokens = _DECODE if decode else _PREFILL
+    pages = requests * spec.blocks_for(tokens)
+    own_cache = cache(lambda: make_kv_cache(spec, pages, kv_cache.device))  # only if something is timed
 
-    def make(name: str, own_cache: KVCache) -> AttentionBackend:
-        return make_attention_backend(name, timed, own_cache)
+    def launch(name: str) -> Launches:
+        backend = make_attention_backend(name, timed, own_cache())
+        plan = backend.plan(_metadata(requests, tokens, own_cache(), decode=decode))
+        return [partial(plan.forward, *_inputs(timed, own_cache(), requests, tokens, decode=decode))]
 
-    return fastest_attention(names, make, timed, spec, kv_cache.device, decode=decode)
+    return fastest(
+        f"attention {timed} in pages of {spec.block_size}, {spec.dtype}{' stored in fp8' if spec.fp8 else ''}",
+        {name: partial(launch, name) for name in names},
+        [f"{'a decode' if decode else 'prompts'} of {requests} x {tokens} tokens"],
+        device=kv_cache.device,
+        packages=_PACKAGES,
+    )
+
+
+def _metadata(requests: int, tokens: int, kv_cache: KVCache, *, decode: bool) -> CommonAttentionMetadata:
+    """Metadata of requests of equal length, one after the other in the cache."""
+    device, pages = kv_cache.device, kv_cache.spec.blocks_for(tokens)
+    table = torch.arange(requests * pages, dtype=torch.int32, device=device).view(requests, pages)
+    rows = torch.arange(requests, device=device)[:, None] * pages * kv_cache.spec.block_size
+    slots = rows + torch.arange(tokens - 1 if decode else 0, tokens, device=device)
+    query_lens = [1 if decode else tokens] * requests
+    mode = ForwardMode.DECODE if decode else ForwardMode.PREFILL
+    return CommonAttentionMetadata.build(query_lens, [tokens] * requests, table, slots.flatten(), mode)
+
+
+def _inputs(shape: Shape, kv_cache: KVCache, requests: int, tokens: int, *, decode: bool) -> tuple[object, ...]:
+    """Arguments of `AttentionPlan.forward` or `MLAPlan.forward`."""
+    device = kv_cache.device
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, dtype=kv_cache.spec.dtype, device=device, generator=generator)
+
+    positions = torch.arange(tokens - 1 if decode else 0, tokens, device=device).repeat(requests)
+    rows = positions.shape[0]
+    if isinstance(shape, AttentionShape):
+        k, v = (draw(rows, shape.num_kv_heads, dim) for dim in (shape.head_dim, shape.value_dim))
+        return draw(rows, shape.num_heads, shape.head_dim), k, v, 0, draw(shape.num_heads) if shape.sinks else None
+    heads, rank, rope = shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim
+    inputs = MLAInputs(
+        q_nope=draw(rows, heads, shape.qk_nope_head_dim),
+        q_rope=draw(rows, heads, rope),
+        latent=draw(rows, rank),
+        k_rope=draw(rows, rope),
+        w_uk=draw(heads, shape.qk_nope_head_dim, rank) * rank**-0.5,
+        w_uv=draw(heads, rank, shape.v_head_dim) * rank**-0.5,
+        rope=RopeTable(torch.ones(tokens, rope, device=device), positions),
+    )
+    return inputs, 0
 
 
 def resolve_attention_backend(name: str, shape: Shape, kv_cache: KVCache, *, decode: bool = True) -> str:

@@ -4,12 +4,21 @@
     tiled    program (tile, key/value head): some queries of a request, and all keys that they see
 
 `attention.kernels.decode` launches the first kind and reduces the partial results; `prefill_attention` launches the
-second, whose tiles are assigned to requests once per step (`attention.kernels.planning`).
+second, whose tiles are assigned to requests once per step (`plan_tiles`).
 
 What is None is left out when the kernel is compiled: tiles (then keys are split), partial results (then there is one
 split), a mask, sinks. `C` are its `KernelConstants`.
 
 Source: FlashAttention-2 (Dao, 2023); Flash-Decoding (Dao et al., 2023).
+
+**Planning.** Done once per step, on the device: nothing is copied from the host, and the host does not wait.
+
+    tiles           the request and the first query of each tile of `prefill_attention`. Request r's tiles start at
+                    query_start_loc[r] // queries_per_tile + r. That always leaves enough room for the tiles of the
+                    requests before r, so each request finds its place on its own. Unused entries are -1
+    mask offsets    where each request's part of a tree mask starts: the sum of D * length over the requests before it
+
+These kernels run for every request, also in a graph, where each step has another batch.
 """
 
 import triton.language as tl
@@ -17,7 +26,71 @@ from torch import Tensor
 
 from attention.kernels.tile import BATCH_ARGUMENTS, PagedLayer, TileSize, attend_keys, kernel_constants, store_rows
 from ubatch.kernels import rows_contiguous
-from ubatch.kernels.triton_jit import jit
+from ubatch.kernels.triton_jit import jit, power_of_2
+
+_TILES_PER_TURN = 32
+
+
+@jit("query_start_loc", "min_queries")
+def _tiles_kernel(
+    tiles: tl.tensor,
+    query_start_loc: tl.tensor,
+    min_queries: tl.tensor,
+    QUERIES_PER_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    request = tl.program_id(0)
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1) - start
+    if num_queries < min_queries:
+        return
+    place = start // QUERIES_PER_TILE + request
+    for turn in range(0, tl.cdiv(num_queries, QUERIES_PER_TILE), BLOCK):
+        tile = turn + tl.arange(0, BLOCK)
+        first = tile * QUERIES_PER_TILE
+        where = tiles + 2 * (place + tile)
+        tl.store(where, tl.zeros([BLOCK], tl.int32) + request, mask=first < num_queries)
+        tl.store(where + 1, first, mask=first < num_queries)
+
+
+@jit("seq_lens", "num_drafts")
+def _mask_offsets_kernel(offsets: tl.tensor, seq_lens: tl.tensor, num_drafts: tl.tensor, BLOCK: tl.constexpr) -> None:
+    request, others = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.load(seq_lens + others, mask=others < request, other=0)
+    tl.store(offsets + request, tl.sum(before.to(tl.int64), 0) * num_drafts)
+
+
+def num_tiles(num_reqs: int, num_tokens: int, queries_per_tile: int) -> int:
+    """Entries of the tile list that are enough for any batch of `num_reqs` requests and `num_tokens` tokens."""
+    return num_tokens // queries_per_tile + num_reqs
+
+
+def plan_tiles(
+    tiles: Tensor, query_start_loc: Tensor, num_reqs: int, queries_per_tile: int, min_queries: int = 1
+) -> None:
+    """Write each tile's request and first query, in place.
+
+    Args:
+        tiles: `[num_tiles(...), 2]` int32, written: request (-1 for none), first query within the request.
+        query_start_loc: `[num_reqs + 1]` int32 or longer.
+        queries_per_tile: most queries of a tile.
+        min_queries: at least 1; requests with fewer get no tile.
+    """
+    tiles.fill_(-1)
+    if num_reqs:
+        _tiles_kernel[num_reqs,](tiles, query_start_loc, min_queries, queries_per_tile, BLOCK=_TILES_PER_TURN)
+
+
+def plan_mask_offsets(offsets: Tensor, seq_lens: Tensor, num_reqs: int, num_drafts: int) -> None:
+    """Write where each request's part of a flat tree mask starts, in place.
+
+    Args:
+        offsets: `[num_reqs]` int64 or longer, written.
+        seq_lens: `[num_reqs]` int32 or longer; requests behind the last one that has drafts do not matter.
+        num_drafts: drafts of every request.
+    """
+    if num_reqs:
+        _mask_offsets_kernel[num_reqs,](offsets, seq_lens, num_drafts, BLOCK=power_of_2(num_reqs))
 
 
 @jit(*BATCH_ARGUMENTS, "num_splits")
@@ -186,7 +259,7 @@ def prefill_attention(q: Tensor, out: Tensor, where: PagedLayer, tiles: Tensor, 
     Args:
         q: `[T, num_heads, head_dim]`.
         out: `[T, num_heads, value_dim]`, contiguous; written.
-        tiles: `[tiles, 2]` int32 from `planning.plan_tiles`, for `size.queries(shape)` queries each.
+        tiles: `[tiles, 2]` int32 from `plan_tiles`, for `size.queries(shape)` queries each.
     """
     if tiles.shape[0]:
         launch_attention((tiles.shape[0], where.shape.num_kv_heads, 1), q, out, where, size, tiles=tiles)

@@ -67,19 +67,11 @@ def write_kv(cache: PagedKVCache, layer: int, k: Tensor, v: Tensor, slots: Tenso
     row, v_row = (spec.num_kv_heads * dim for dim in (spec.head_dim, spec.value_dim))
     longest = max(row, v_row)
     block = min(power_of_2(longest), _MAX_BLOCK)
-    k_scale, v_scale = cache.scales(layer)
     _write_kernel[slots.shape[0], cdiv(longest, block)](
-        k,
-        k.stride(0),
-        k.stride(1),
-        v,
-        v.stride(0),
-        v.stride(1),
-        cache.keys(layer),
-        cache.values(layer),
-        slots,
-        k_scale,
-        v_scale,
+        *(k, k.stride(0), k.stride(1)),
+        *(v, v.stride(0), v.stride(1)),
+        *(cache.keys(layer), cache.values(layer), slots),
+        *cache.scales(layer),
         ROW=row,
         V_ROW=v_row,
         HEAD_DIM=spec.head_dim,

@@ -40,7 +40,7 @@ BATCH_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Which tokens each draft of a verify batch sees; the layout is that of `attention.spec_verify`.
+    """Which tokens each draft of a verify batch sees; the layout is that of `attention.metadata`.
 
     Attributes:
         mask: flat uint8, not 0 where a draft sees a token.

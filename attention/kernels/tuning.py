@@ -9,16 +9,15 @@ In a tuning key, sizes that change from step to step are rounded to a few values
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from attention.interface import AttentionShape, MLAShape, RopeTable
-from attention.kernels.attend import prefill_attention
+from attention.kernels.attend import num_tiles, plan_tiles, prefill_attention
 from attention.kernels.decode import DecodeSplits, decode_attention
 from attention.kernels.latent import LatentTile, as_attention, latent_decode
-from attention.kernels.planning import num_tiles, plan_tiles
 from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from ubatch.kernels import autotune
@@ -141,6 +140,15 @@ def _scattered_batch(cache: PagedKVCache | MLAKVCache, num_reqs: int, queries: i
     )
 
 
+def _inputs(
+    shape: AttentionShape, cache: PagedKVCache, num_reqs: int, queries: int, seq_len: int
+) -> tuple[PagedBatch, Tensor, Tensor]:
+    """Such a batch, its queries, and where the output is written."""
+    rows, dtype = num_reqs * queries, cache.spec.dtype
+    q = torch.zeros(rows, shape.num_heads, shape.head_dim, dtype=dtype, device=cache.device)
+    return _scattered_batch(cache, num_reqs, queries, seq_len), q, q.new_empty(*q.shape[:2], shape.value_dim)
+
+
 def tune_decode(
     shape: AttentionShape, cache: PagedKVCache, num_reqs: int, max_queries: int, max_seq_len: int, processors: int
 ) -> DecodeChoice:
@@ -155,16 +163,10 @@ def tune_decode(
     if len(choices) == 1:
         return choices[0]
     num_reqs, seq_len = power_of_2(num_reqs), max(max_queries, _length_class(max_seq_len))
-    made: list[tuple[PagedBatch, Tensor, Tensor]] = []
+    inputs = lru_cache(partial(_inputs, shape, cache, num_reqs, max_queries, seq_len))
 
     def run(choice: DecodeChoice) -> None:
-        if not made:  # allocated only if something is measured
-            q = torch.zeros(
-                num_reqs * max_queries, shape.num_heads, shape.head_dim, dtype=spec.dtype, device=cache.device
-            )
-            out = q.new_empty(*q.shape[:2], shape.value_dim)
-            made.append((_scattered_batch(cache, num_reqs, max_queries, seq_len), q, out))
-        batch, q, out = made[0]
+        batch, q, out = inputs()  # allocated only if something is measured
         tile = choice.tile(shape, max_queries)
         splits = DecodeSplits.choose(shape, num_reqs, max_queries, seq_len, choice.waves * processors, tile)
         workspace = torch.empty(splits.workspace_numbers(shape, num_reqs), dtype=torch.float32, device=cache.device)
@@ -179,17 +181,12 @@ def tune_prefill(shape: AttentionShape, cache: PagedKVCache) -> TileSize:
     choices = prefill_choices(shape, cache.spec.dtype)
     if len(choices) == 1:
         return choices[0]
-    made: list[tuple[PagedBatch, Tensor, Tensor]] = []
+    inputs = lru_cache(partial(_inputs, shape, cache, 1, _PREFILL_TOKENS, _PREFILL_TOKENS))
 
     def run(size: TileSize) -> None:
-        tokens = _PREFILL_TOKENS
-        if not made:
-            q = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=cache.spec.dtype, device=cache.device)
-            out = q.new_empty(*q.shape[:2], shape.value_dim)
-            made.append((_scattered_batch(cache, 1, tokens, tokens), q, out))
-        batch, q, out = made[0]
+        batch, q, out = inputs()
         queries = size.queries(shape)
-        tiles = torch.empty(num_tiles(1, tokens, queries), 2, dtype=torch.int32, device=cache.device)
+        tiles = torch.empty(num_tiles(1, _PREFILL_TOKENS, queries), 2, dtype=torch.int32, device=cache.device)
         plan_tiles(tiles, batch.query_start_loc, 1, queries)
         prefill_attention(q, out, PagedLayer(shape, cache, 0, batch), tiles, size)
 

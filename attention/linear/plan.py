@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.linear.delta_rule import chunks, normalised, one_token
-from attention.linear.scan import scan
+from attention.linear.delta_rule import chunks, normalised, one_token, scan
 from attention.linear.states import StatePool
 from attention.metadata import CommonAttentionMetadata
 from ubatch import ConfigError, ForwardMode

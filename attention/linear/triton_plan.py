@@ -21,11 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.linear.kernels.convolve import convolve
-from attention.linear.kernels.gates import delta_gates
+from attention.linear.kernels.convolve import convolve, delta_gates
 from attention.linear.kernels.recur import recur
-from attention.linear.kernels.scan import ScanChoice, scan_chunks
-from attention.linear.kernels.tuning import tune_scan
+from attention.linear.kernels.scan import ScanChoice, scan_chunks, tune_scan
 from attention.linear.plan import CHUNK, LinearPlan, needs_slots
 from attention.linear.states import StatePool
 from attention.metadata import CommonAttentionMetadata

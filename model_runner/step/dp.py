@@ -4,7 +4,7 @@ Every rank votes at every step, idle ones too: one small all-gather, which also 
     too few tokens, dbo off, a lane would be empty      votes no, with the reason
     no gain is expected (`model_runner.auto`)           votes no
     one lane that overlaps in itself (single-batch)     votes yes, without a split
-    no split keeps requests together that need each other's keys and values    votes no (`attention.kv_order`)
+    no split keeps requests together that need each other's keys and values    votes no (`attention.kv_tables`)
     no tokens                                           votes idle: joins the other ranks, with empty lanes
     otherwise                                           votes yes, with its tokens per lane
 

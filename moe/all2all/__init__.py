@@ -11,9 +11,8 @@
     host_loopback_batched       the same, batches by expert; can send results while others are computed
     emulated_link               another back end over a link of chosen latency and bandwidth
 
-Shared modules: `base` (the interface), `traits` (what a back end can do), `layouts` (what arrives), `checks` (what
-cannot be sent), `registry` (names and options), `adopted` (classes that do not inherit), `chunks` and `batches` (of
-experts), `payload` (a token's message), `link` (an emulated link's clock), `voted` (results of the ranks' vote).
+Shared modules: `base` (the interface, and what a back end can do), `layouts` (what arrives, whole and in chunks of
+experts), `registry` (names and options), `payload` (a token's message), `voted` (results of the ranks' vote).
 
 Options that the user does not set follow from the sizes of the steps (`StepSizes`). A step that is larger than a back
 end has room for runs in pieces (`moe.modular_kernel`).

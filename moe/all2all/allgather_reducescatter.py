@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2All
-from moe.all2all.checks import check_dispatch, refuse_gradients
+from moe.all2all.base import All2All, All2AllTraits
 from moe.all2all.layouts import Dispatched
-from moe.all2all.payload import pack_rows, unpack_rows
-from moe.all2all.traits import All2AllTraits
+from moe.all2all.payload import check_dispatch, pack_rows, refuse_gradients, unpack_rows
 from moe.all2all.voted import unpadded, voted_tokens
 from moe.placement import local_experts
 from ubatch import CommGroup, Transfer, launch_all_gather, launch_reduce_scatter

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2All
+from moe.all2all.base import All2All, All2AllTraits
 from moe.all2all.layouts import Dispatched
-from moe.all2all.traits import All2AllTraits
 from moe.placement import local_experts
 from ubatch import CommGroup, ConfigError, Transfer
 

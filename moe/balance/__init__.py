@@ -2,10 +2,8 @@
 
 decision     whether a new placement pays for its move, and when to look earlier
 planner      a placement for given loads
-packing      how many replicas each expert gets, and a set of experts for every rank
-swaps        better sets by few changes
+packing      how many replicas each expert gets, and a set of experts for every rank; better sets by few changes
 movement     what a new placement moves, and the order of ranks that moves least
-assignment   the assignment of greatest benefit, for many problems at once
 loads        load of every expert over the last steps
 load_files   the same, as files
 config       the user's settings

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe.balance.movement import least_movement
-from moe.balance.packing import pack, replicate, separate
-from moe.balance.swaps import change_replicas, swap
+from moe.balance.packing import change_replicas, pack, replicate, separate, swap
 from moe.placement import IDLE, ExpertPlacement, Floats, Ints
 from ubatch import ConfigError
 

@@ -2,7 +2,6 @@
 
 reference    plain loop, the reference in tests
 grouped      torch: sort by expert, one pair of GEMMs per expert; CPU and CUDA
-torch_experts    what those two share: biases, and a clamped activation
 packed       the same on a CPU, with weights kept only in oneDNN's packed layout; for serving
 native       the same with products and activation in C, compiled on the machine; the fastest on a CPU
 grouped_mm   torch's grouped product, one launch per projection; bfloat16 on GPUs
@@ -10,6 +9,7 @@ flashinfer   flashinfer's CUTLASS kernels, if it is installed; bfloat16 and floa
 triton       this project's Triton kernels; GPUs, both layouts, fp8
 triton_batched   the same for the low-latency layout only
 
-`base` is the protocol, `registry` finds back ends by name, `quantization` packs fp8 in blocks; CPU ones are in `cpu`.
-`fastest` chooses the back end for `auto` by measuring.
+`base` is the protocol, `quantization` packs fp8 in blocks. `registry` finds back ends by name, and chooses the one for
+`auto` by measuring. The first two are in `torch_experts`, which may have biases and a clamped activation; `packed` and
+`native` in `cpu`.
 """

@@ -222,14 +222,8 @@ def align_pairs(topk_ids: Tensor, first_expert: int, num_experts: int, rows_per_
             counts, ids, num_pairs, first_expert, chunk, E=num_experts, BINS=bins, BLOCK=block, num_warps=8
         )
     _place_kernel[(chunks,)](
-        pair_of_row,
-        tiles.table,
-        tiles.counters,
-        counts,
-        ids,
-        num_pairs,
-        first_expert,
-        chunk,
+        *(pair_of_row, tiles.table, tiles.counters, counts),
+        *(ids, num_pairs, first_expert, chunk),
         E=num_experts,
         BINS=bins,
         BLOCK=block,

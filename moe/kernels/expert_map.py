@@ -43,14 +43,8 @@ def map_and_count(
     slots = topk_ids if mapping is None else torch.empty_like(ids)
     if ids.numel():
         _map_and_count_kernel[cdiv(ids.numel(), _BLOCK),](
-            None if mapping is None else slots,
-            counts,
-            ids,
-            table,
-            turns,
-            ids.numel(),
-            ids.shape[1],
-            experts,
+            *(None if mapping is None else slots, counts),
+            *(ids, table, turns, ids.numel(), ids.shape[1], experts),
             MAPPED=mapping is not None,
             COUNTED=counts is not None,
             BLOCK=_BLOCK,

@@ -171,10 +171,7 @@ def _launch(
     launch = partial(_fp8_linear_kernel.warmup, grid=grid) if compile_only else _fp8_linear_kernel[grid]
     launch(
         out,
-        x if x_desc is None else x_desc,
-        x_scales,
-        weight if w_desc is None else w_desc,
-        scales,
+        *(x if x_desc is None else x_desc, x_scales, weight if w_desc is None else w_desc, scales),
         rows,
         N=columns,
         K=weight.shape[1],

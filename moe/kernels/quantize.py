@@ -73,11 +73,7 @@ def quantize_rows(x: Tensor, rows_per_expert: Tensor | None = None) -> tuple[Ten
         x = rows_contiguous(x)
         blocks = min(power_of_2(num_blocks), _MAX_BLOCKS)
         _quantize_kernel[rows, cdiv(num_blocks, blocks)](
-            out,
-            scales,
-            x,
-            x.stride(0),
-            rows_per_expert,
+            *(out, scales, x, x.stride(0), rows_per_expert),
             1 if rows_per_expert is None else rows // rows_per_expert.shape[0],
             NUM_BLOCKS=num_blocks,
             BLOCKS=blocks,

@@ -66,12 +66,8 @@ def sum_choices(
     if out.numel():
         block = min(power_of_2(columns), _MAX_BLOCK)
         _sum_kernel[tokens, cdiv(columns, block)](
-            out,
-            rows,
-            topk_ids.contiguous(),
-            None if topk_weights is None else topk_weights.contiguous(),
-            gave_up,
-            first_expert,
+            *(out, rows, topk_ids.contiguous(), None if topk_weights is None else topk_weights.contiguous()),
+            *(gave_up, first_expert),
             E=num_experts,
             H=columns,
             TOP_K=top_k,

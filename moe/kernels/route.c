@@ -1,4 +1,4 @@
-// Routers on a CPU, for logits of float32 or bfloat16: each token's best experts and their weights; see moe/cpu_router.py.
+// Routers on a CPU, for logits of float32 or bfloat16: each token's best experts and their weights; see moe/router.py.
 //
 // Of equally good experts the one with the lowest id comes first. A nan is better than any number, as in torch.topk: it
 // is chosen, and its weight shows it.

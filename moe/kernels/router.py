@@ -181,14 +181,8 @@ def route_topk(
     block_g, block_s = power_of_2(num_groups), power_of_2(group_size)
     block_t = max(1, min(4, _MAX_TILE // (block_g * block_s)))
     _topk_kernel[cdiv(rows, block_t),](
-        weights,
-        ids,
-        logits,
-        logits.stride(0),
-        bias,
-        rows,
-        num_tokens,
-        scale,
+        *(weights, ids),
+        *(logits, logits.stride(0), bias, rows, num_tokens, scale),
         GROUPS=num_groups,
         GROUP_SIZE=group_size,
         TOP_GROUPS=top_groups,

@@ -253,12 +253,7 @@ def project_down_signalling(
     if y.numel():
         tiles = signals.counts.shape[0] * signals.threshold
         _down_signalling_kernel[(min(num_programs, tiles),)](
-            y,
-            x,
-            w2,
-            rows_per_expert,
-            signals.counts,
-            capacity,
+            *(y, x, w2, rows_per_expert, signals.counts, capacity),
             E=experts,
             N=columns,
             K=depth,
@@ -290,15 +285,9 @@ def copy_signalled(
     experts, capacity, columns = y.shape
     if y.numel():
         _copy_signalled_kernel[(min(num_programs, signals.counts.shape[0]),)](
-            out,
-            y,
-            rows_per_expert,
-            places,
-            signals.counts,
-            signals.alarm.gave_up,
-            signals.alarm.told,
-            capacity,
-            signals.patience,
+            *(out, y, rows_per_expert, places),
+            *(signals.counts, signals.alarm.gave_up, signals.alarm.told),
+            *(capacity, signals.patience),
             E=experts,
             N=columns,
             HAS_PLACES=places is not None,

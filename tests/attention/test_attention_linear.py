@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from triton_linear import heads_of, use_triton
 
 from attention import CommonAttentionMetadata, GatedDeltaShape, StatePool, split_attn_metadata
-from attention.linear import scan
-from attention.linear.choice import make_linear_plan
+from attention.lanes import make_linear_plan
+from attention.linear import delta_rule
 from attention.linear.delta_rule import reference_delta_rule
 from attention.linear.plan import LinearPlan
 from ubatch import ConfigError, ForwardMode
@@ -67,8 +67,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     elif request.param == "torch":
         monkeypatch.setattr("attention.linear.plan.runs_in_c", lambda *tensors: False)
     else:
-        compiled = scan._kernel(**{name: value for name, value in KINDS[request.param].items() if name == "LANES"})
-        monkeypatch.setattr(scan, "_kernel", lambda: compiled)
+        defines = {name: value for name, value in KINDS[request.param].items() if name == "LANES"}
+        compiled = delta_rule._kernel(**defines)
+        monkeypatch.setattr(delta_rule, "_kernel", lambda: compiled)
 
 
 @pytest.mark.wide_sample(4)
@@ -176,7 +177,7 @@ STEPS = [  # slot, tokens before, tokens; verified or not
 
 def outputs(shape: GatedDeltaShape, dtype: torch.dtype, device: str, patch: pytest.MonkeyPatch, *, triton: bool) -> Any:
     """What `STEPS` give, and what they leave in the pool."""
-    patch.setattr("attention.linear.choice.runs_in_triton", lambda device: triton)
+    patch.setattr("attention.lanes.runs_in_triton", lambda device: triton)
     torch.manual_seed(0)
     pool = StatePool(shape, 1, 6, dtype, torch.device(device), num_drafts=2)
     conv, results = torch.randn(shape.conv_kernel, shape.conv_dim).to(device), []

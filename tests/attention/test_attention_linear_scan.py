@@ -13,7 +13,7 @@ from triton_linear import heads_of
 
 from attention import GatedDeltaShape
 from attention.linear.delta_rule import reference_delta_rule
-from attention.linear.kernels import tuning
+from attention.linear.kernels import scan
 from attention.linear.kernels.prepare import precision
 from attention.linear.kernels.scan import ScanChoice, scan_chunks
 from attention.linear.triton_plan import _largest_chunk
@@ -100,14 +100,14 @@ def test_wide_heads_in_parts(dtype: torch.dtype, columns: int, chunk: int) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.skipif(DEVICE == "cuda", reason="tensor cores round more; see the test of a GPU")
 def test_keys_that_are_alike_and_decays_of_all_sizes(dtype: torch.dtype) -> None:
-    compare(harsh(dtype), tuning.scan_choices(FEW_HEADS, dtype)[0], 64, 2e-5)
+    compare(harsh(dtype), scan.scan_choices(FEW_HEADS, dtype)[0], 64, 2e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_that_are_alike_and_decays_of_all_sizes_compiled(dtype: torch.dtype) -> None:
     chunk, near = (16, 1e-3) if dtype == torch.float32 else (64, 2e-2)
-    compare(harsh(dtype), tuning.scan_choices(FEW_HEADS, dtype)[0], chunk, near)
+    compare(harsh(dtype), scan.scan_choices(FEW_HEADS, dtype)[0], chunk, near)
 
 
 def harsh(dtype: torch.dtype) -> Prompts:
@@ -130,7 +130,7 @@ def test_every_choice_gives_the_same_at_the_size_of_qwen3_next(kept: float) -> N
     prompts.g.mul_(kept)
     expected = prompts.expected()
     wrong = {}
-    for choice in tuning.scan_choices(QWEN3_NEXT, torch.bfloat16):
+    for choice in scan.scan_choices(QWEN3_NEXT, torch.bfloat16):
         for chunk in (32, 64):
             off = [
                 float(((found - right).norm(dim=-1) / right.norm(dim=-1)).max())
@@ -142,15 +142,15 @@ def test_every_choice_gives_the_same_at_the_size_of_qwen3_next(kept: float) -> N
 
 
 def test_choices_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "INTERPRETED", False)
-    choices = tuning.scan_choices.__wrapped__(QWEN3_NEXT, torch.bfloat16)
+    monkeypatch.setattr(scan, "INTERPRETED", False)
+    choices = scan.scan_choices.__wrapped__(QWEN3_NEXT, torch.bfloat16)
     assert len(set(choices)) == len(choices) >= 4
     assert {choice.columns for choice in choices} == {32, 64}
     assert {choice.num_stages for choice in choices} == {2}, "one stage is wrong on an H200"
-    narrow = tuning.scan_choices.__wrapped__(GatedDeltaShape(1, 1, 4, 12, 1), torch.bfloat16)
+    narrow = scan.scan_choices.__wrapped__(GatedDeltaShape(1, 1, 4, 12, 1), torch.bfloat16)
     assert {choice.columns for choice in narrow} == {16}
     assert len(set(narrow)) == len(narrow) < len(choices)
-    assert len(tuning.scan_choices.__wrapped__(QWEN3_NEXT, torch.float32)) == 1
+    assert len(scan.scan_choices.__wrapped__(QWEN3_NEXT, torch.float32)) == 1
 
 
 @pytest.mark.wide
@@ -166,17 +166,17 @@ def test_what_is_timed_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
         return choices[0]
 
-    monkeypatch.setattr(tuning, "_TOKENS", 8 * 64)
-    monkeypatch.setattr(tuning, "autotune", choose)
+    monkeypatch.setattr(scan, "_TOKENS", 8 * 64)
+    monkeypatch.setattr(scan, "autotune", choose)
     shape = GatedDeltaShape(1, 2, 8, 32, 4)
     for chunk in (16, 32, 64):
-        assert tuning.tune_scan(shape, torch.float32, chunk, torch.device(DEVICE)).columns == 32
+        assert scan.tune_scan(shape, torch.float32, chunk, torch.device(DEVICE)).columns == 32
     assert len(keys) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_what_has_more_bits_than_bfloat16_runs_as_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "INTERPRETED", False)
-    assert tuning.scan_choices.__wrapped__(QWEN3_NEXT, dtype) == (ScanChoice(32, 4, 1),)
+    monkeypatch.setattr(scan, "INTERPRETED", False)
+    assert scan.scan_choices.__wrapped__(QWEN3_NEXT, dtype) == (ScanChoice(32, 4, 1),)
     assert precision(dtype) == "tf32x3"
     assert _largest_chunk.__wrapped__(torch.device("cuda", 0), dtype) == 16

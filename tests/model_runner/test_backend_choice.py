@@ -17,8 +17,8 @@ from flashinfer_standin_wrappers import cutlass_fused_moe
 from request_steps import admitted, prefill
 from runner_graph_cases import TINY, make_checkpoint
 
-import attention.backends.fastest
-import moe.experts.fastest
+import attention.backends.registry
+import moe.experts.registry
 from attention import AttentionShape, MLAShape, make_kv_cache, resolve_attention_backend
 from attention.backends import registry
 from model_runner import ModelRunner
@@ -48,9 +48,9 @@ TIMES = {TRITON: (3.0, 1.0), FLASHINFER: (1.0, 1.0), GROUPED_MM: (2.0, 1.0)}
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIns:
     """Everything that a GPU would have, on the CPU: flashinfer by its stand-ins, Triton in its interpreter."""
     told(monkeypatch, tmp_path, {**TIMES, "native": (9.0,), "torch": (9.0,)})
-    monkeypatch.setattr(moe.experts.fastest, "_GPU_TOKENS", (2, 5))
-    monkeypatch.setattr(attention.backends.fastest, "_DECODE", (2, 20))
-    monkeypatch.setattr(attention.backends.fastest, "_PREFILL", (2, 5))
+    monkeypatch.setattr(moe.experts.registry, "_GPU_TOKENS", (2, 5))
+    monkeypatch.setattr(attention.backends.registry, "_DECODE", (2, 20))
+    monkeypatch.setattr(attention.backends.registry, "_PREFILL", (2, 5))
     monkeypatch.setattr(flashinfer, "find_fused_moe", lambda: cutlass_fused_moe)
     monkeypatch.setattr(FlashInferExperts, "devices", ("cpu",))
     standins = StandIns()
@@ -196,14 +196,14 @@ def test_in_blocks_there_are_no_experts_that_leave_sms(checkpoint: Path, caplog:
 
 def test_where_none_can_do_what_is_needed_auto_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, it was `grouped`, and every step was refused."""
-    monkeypatch.setattr(moe.experts.fastest, "_CANDIDATES", (FLASHINFER,))
+    monkeypatch.setattr(moe.experts.registry, "_CANDIDATES", (FLASHINFER,))
     signalled = UBatchConfig(schedule="single_batch_signalled")
     with pytest.raises(ConfigError, match=r"auto finds no experts back end .* grouped: does not signal, as a schedule"):
         resolve(checkpoint, dbo=signalled)
 
 
 def test_where_none_of_them_can_run_it_is_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe.experts.fastest, "_CANDIDATES", (FLASHINFER,))
+    monkeypatch.setattr(moe.experts.registry, "_CANDIDATES", (FLASHINFER,))
     monkeypatch.setattr(FlashInferExperts, "devices", ("cuda",))
     assert usable_experts(SHAPE, torch.float32, CPU) == {
         FLASHINFER: "flashinfer experts run on cuda, not on cpu.",

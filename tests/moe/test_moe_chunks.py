@@ -18,7 +18,7 @@ from moe_layers import Layer, Stack, make_layer, make_tokens
 from torch import Tensor, nn
 
 from moe import All2AllTraits, make_all2all
-from moe.all2all.chunks import blocks_of, only_block
+from moe.all2all.layouts import blocks_of, only_block
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
 from ubatch.lanes.workers import LanePool, SingleLane
 from ubatch.schedules.lane_program import LayerTimes, layer_program

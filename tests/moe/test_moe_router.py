@@ -12,15 +12,8 @@ import torch
 from c_kernels import needs_c
 from torch import Tensor
 
-from moe import (
-    NO_EXPERT,
-    GroupLimitedRouter,
-    SigmoidTopKRouter,
-    SoftmaxTopKRouter,
-    cpu_router,
-    local_experts,
-    mask_padding,
-)
+from moe import NO_EXPERT, GroupLimitedRouter, SigmoidTopKRouter, SoftmaxTopKRouter, local_experts, mask_padding
+from moe import router as routers
 from moe.router import route
 from ubatch import ConfigError
 
@@ -139,20 +132,20 @@ def test_experts_are_placed_in_blocks() -> None:
 @needs_c
 def test_routers_on_a_cpu_take_the_kernel_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    own = cpu_router.route_topk
+    own = routers.route_in_c
 
     def note(logits: Tensor, top_k: int, **settings: Any) -> tuple[Tensor, Tensor]:
         taken.append(logits)
         return own(logits, top_k, **settings)
 
-    monkeypatch.setattr(cpu_router, "route_topk", note)
+    monkeypatch.setattr(routers, "route_in_c", note)
     logits = torch.randn(4, 8)
     for router in (SoftmaxTopKRouter(2), GroupLimitedRouter(2, 4, 2), SigmoidTopKRouter(2)):
         router(logits)
         assert route(router, logits, torch.tensor(3))[1][3].tolist() == [-1, -1]
     assert len(taken) == 6
     SoftmaxTopKRouter(2)(logits.requires_grad_())[0].sum().backward()
-    SoftmaxTopKRouter(2)(torch.randn(1, cpu_router.MOST_EXPERTS + 1))
+    SoftmaxTopKRouter(2)(torch.randn(1, routers.MOST_EXPERTS + 1))
     SoftmaxTopKRouter(2)(logits.detach().double())
     assert len(taken) == 6, "torch routes those"
     assert logits.grad is not None

@@ -16,7 +16,7 @@ from moe_layers import settings_of
 from torch import Tensor
 from triton_batches import DEVICE
 
-from moe import GroupLimitedRouter, SigmoidTopKRouter, SoftmaxTopKRouter, cpu_router, mask_padding
+from moe import GroupLimitedRouter, SigmoidTopKRouter, SoftmaxTopKRouter, mask_padding
 from moe import router as routers
 from moe.kernels.router import route_topk
 from moe.router import Router, route
@@ -25,8 +25,8 @@ from ubatch import ConfigError
 KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "torch": route,
     "triton": route_topk,
-    "c": cpu_router.route_topk,
-    "c, 8 lanes": cpu_router.route_topk,
+    "c": routers.route_in_c,
+    "c, 8 lanes": routers.route_in_c,
 }
 
 
@@ -45,7 +45,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         patch.setattr(routers, "_fuses", lambda logits: False)
         patch.setitem(KERNELS, "chosen", KERNELS[request.param])
         if "8" in request.param:
-            patch.setattr(cpu_router, "_kernel", partial(cpu_router._kernel, LANES=8))
+            patch.setattr(routers, "_kernel", partial(routers._kernel, LANES=8))
         yield request.param
 
 

@@ -1,4 +1,7 @@
-"""`ep_implementation="ubatch"`: models that transformers shards, their tokens over our transports and points."""
+"""`ep_implementation="ubatch"`: models that transformers shards, their tokens over our transports and points.
+
+And transformers' own parallelism under the wrapper: its three modes, without a line of glue.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from repository import TINY_MOE
 from sharded_cases import LAYOUTS, check_calls, check_generate, hidden_transfers, load, prompts, wrapped
 from torch import nn
 from transformers import (
@@ -25,7 +29,7 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 from moe import EmulatedLink, TransformersUnsupportedError, register_with_transformers
 from moe.transformers_parallel import _LocalExperts, _shares
 from ranks import run_ranks
-from ubatch import CommGroup, ConfigError, GradientError, Schedule
+from ubatch import CommGroup, ConfigError, GradientError, Schedule, SpanKind
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -232,3 +236,35 @@ def on_ranks_with_faults(rank: int, world_size: int, folder: Path) -> None:
 
 def test_unknown_options_and_training_are_refused(tmp_path: Path) -> None:
     run_ranks(on_ranks_with_faults, 2, saved("granitemoe", tmp_path))
+
+
+MODES = {
+    "all_to_all": ("tensor-parallel", "all_to_all", {"all_reduce", "all_to_all_single"}),
+    "all_reduce": ("tensor-parallel", "all_reduce", {"all_reduce"}),
+    "fsdp": ("data-parallel", "auto", {"all_to_all_single"}),
+}
+"""By name: layout, `ep_implementation`, and collectives that travel while another lane computes."""
+
+
+@torch.no_grad()
+def on_ranks_in_its_own_mode(rank: int, world_size: int, mode: str) -> None:
+    layout, implementation, collectives = MODES[mode]
+    whole, model = load(TINY_MOE), load(TINY_MOE, layout, implementation)
+    with wrapped(model, group=CommGroup.from_process_group(), intercept_collectives=True) as wrapper:
+        for uneven in (False, True):
+            ids = prompts(rank, layout, uneven=uneven)
+            trace = check_calls(whole, wrapper, ids)
+            lanes = [lane for lane, point in trace.order if point == "collective"]
+            assert lanes == [0, 1] * (len(lanes) // 2), "every collective of a lane travels while the other computes"
+            assert len(lanes) >= 2 * model.config.num_hidden_layers
+            assert {span.name for span in trace.spans if span.kind is SpanKind.TRANSFER} >= collectives
+            for name in collectives:
+                assert hidden_transfers(trace, name) > 0, name
+            check_generate(whole, wrapper, ids)
+        assert not wrapper.statistics().declined
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_transformers_shards(mode: str) -> None:
+    run_ranks(on_ranks_in_its_own_mode, 2, mode)

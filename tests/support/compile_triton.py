@@ -31,11 +31,9 @@ from attention.backends.triton.mha import TritonAttentionBackend
 from attention.backends.triton.mla import TritonMLABackend
 from attention.graph_buffers import GraphBuffers
 from attention.kernels import tuning
-from attention.kernels.fill import fill_batch
-from attention.kernels.pages import list_pages
-from attention.kernels.ragged import pad_ragged, unpad_ragged
+from attention.kernels.batch import fill_batch, list_pages, pad_ragged, unpad_ragged
 from attention.linear import triton_plan as plans
-from attention.linear.kernels import tuning as scans
+from attention.linear.kernels import scan as scans
 from attention.linear.plan import LinearPlan
 from attention.linear.triton_plan import LinearRecords, TritonLinearPlan
 from model_runner.kernels.layer_ops import add_rms_norm, rms_norm, rotate_heads, sigmoid_mul, silu_mul

@@ -148,18 +148,10 @@ class Buffer:
     """The test's, not DeepEP's: whether lanes may share a low-latency buffer."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
-        low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
-        allow_nvlink_for_low_latency_mode: bool = True,
-        allow_mnnvl: bool = False,
-        explicitly_destroy: bool = False,
-        enable_shrink: bool = False,
-        comm: Any = None,
-    ) -> None:
+        self, group: dist.ProcessGroup | None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False, num_qps_per_rank: int = 24, allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False, explicitly_destroy: bool = False, enable_shrink: bool = False, comm: Any = None,
+    ) -> None:  # fmt: skip
         from deep_ep_standin_buffers import LowLatency, join
 
         assert group is not None
@@ -245,22 +237,13 @@ class Buffer:
         return per_rank, per_node, per_expert, is_in_rank, event
 
     def dispatch(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        handle: tuple[Any, ...] | None = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, Tensor | None, Tensor | None, list[int], tuple[Any, ...], EventOverlap]:
+        self, x: Tensor | tuple[Tensor, Tensor], handle: tuple[Any, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None, num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None, num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None, topk_weights: Tensor | None = None, expert_alignment: int = 1,
+        num_worst_tokens: int = 0, config: Config | None = None, previous_event: EventOverlap | None = None,
+        async_finish: bool = False, allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int], tuple[Any, ...], EventOverlap]:  # fmt: skip
         note("dispatch", self)
         require((num_tokens_per_rdma_rank is None) is (self.num_nodes == 1), "tokens per node, between nodes")
         require(handle is None and config is not None, "a handle, or no config")
@@ -323,16 +306,10 @@ class Buffer:
         return received, out[1], out[2], [], (route, room, config.num_sms, self, None, None), event
 
     def combine(
-        self,
-        x: Tensor,
-        handle: tuple[Any, ...],
-        topk_weights: Tensor | None = None,
-        bias: Any = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
+        self, x: Tensor, handle: tuple[Any, ...], topk_weights: Tensor | None = None, bias: Any = None,
+        config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:  # fmt: skip
         note("combine", self)
         route, room, num_sms, buffer, _, _ = handle
         require(buffer is self, "the handle of another buffer")
@@ -350,35 +327,19 @@ class Buffer:
         self._low_latency.clean(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        cumulative_local_expert_recv_stats: Tensor | None = None,
-        dispatch_wait_recv_cost_stats: Tensor | None = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
+        self, x: Tensor, topk_idx: Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None, dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True, round_scale: bool = False, use_ue8m0: bool = False, async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, Callable[[], None]]:
+    ) -> tuple[Any, Tensor, tuple[Any, ...], EventOverlap, Callable[[], None]]:  # fmt: skip
         require(return_recv_hook and not async_finish, "the stand-in knows hooks only")
         return self._low_latency.dispatch(x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, use_fp8)
 
     def low_latency_combine(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: tuple[Any, ...],
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: Tensor | None = None,
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: tuple[Any, ...], use_logfmt: bool = False,
+        zero_copy: bool = False, async_finish: bool = False, return_recv_hook: bool = False, out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
-    ) -> tuple[Tensor, EventOverlap, Callable[[], None]]:
+    ) -> tuple[Tensor, EventOverlap, Callable[[], None]]:  # fmt: skip
         require(return_recv_hook and not async_finish and not zero_copy, "the stand-in knows hooks only")
         return self._low_latency.combine(x, topk_idx, topk_weights, handle)
 

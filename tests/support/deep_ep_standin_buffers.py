@@ -31,24 +31,12 @@ class EPHandle:
 
 class ElasticBuffer:
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        num_bytes: int | None = None,
-        num_cpu_bytes: int = 0,
-        num_max_tokens_per_rank: int = 0,
-        hidden: int = 0,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        deterministic: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-        prefer_overlap_with_compute: bool = True,
-        sl_idx: int = 3,
-        num_allocated_qps: int = 0,
-        num_cpu_timeout_secs: int = 300,
-        num_gpu_timeout_secs: int = 100,
-        explicitly_destroy: bool = False,
-    ) -> None:
+        self, group: dist.ProcessGroup, num_bytes: int | None = None, num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0, hidden: int = 0, num_topk: int = 0, use_fp8_dispatch: bool = False,
+        deterministic: bool = False, allow_hybrid_mode: bool = True, allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True, sl_idx: int = 3, num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300, num_gpu_timeout_secs: int = 100, explicitly_destroy: bool = False,
+    ) -> None:  # fmt: skip
         require(num_max_tokens_per_rank > 0 and hidden > 0, "the size of the buffer")
         self.group = group
         self.rank_idx, self.num_ranks = group.rank(), group.size()
@@ -62,27 +50,15 @@ class ElasticBuffer:
         return EventHandle()
 
     def dispatch(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        cumulative_local_expert_recv_stats: Tensor | None = None,
-        num_experts: int | None = None,
-        num_max_tokens_per_rank: int | None = None,
-        expert_alignment: int | None = None,
-        num_sms: int = 0,
-        num_qps: int = 0,
-        previous_event: EventHandle | None = None,
-        previous_event_before_epilogue: EventHandle | None = None,
-        async_with_compute_stream: bool = False,
-        allocate_on_comm_stream: bool = False,
-        handle: EPHandle | None = None,
-        do_handle_copy: bool = True,
-        do_cpu_sync: bool | None = None,
-        do_expand: bool = False,
-        do_zero_padding: bool = False,
+        self, x: Tensor | tuple[Tensor, Tensor], topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None, num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None, expert_alignment: int | None = None, num_sms: int = 0,
+        num_qps: int = 0, previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None, async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False, handle: EPHandle | None = None, do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None, do_expand: bool = False, do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+    ) -> tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]:  # fmt: skip
         note("dispatch" if handle is None else "dispatch again", self)
         require(num_sms or num_experts is not None, "the number of SMs follows from num_experts")
         assert num_experts is not None
@@ -146,18 +122,11 @@ class ElasticBuffer:
         return _received(out), None, None, handle, launch.finished(arrive, [rows, scales], out)
 
     def combine(
-        self,
-        x: Tensor,
-        handle: EPHandle,
-        topk_weights: Tensor | None = None,
-        bias: Any = None,
-        num_sms: int = 0,
-        num_qps: int = 0,
-        previous_event: EventHandle | None = None,
-        previous_event_before_epilogue: EventHandle | None = None,
-        async_with_compute_stream: bool = False,
+        self, x: Tensor, handle: EPHandle, topk_weights: Tensor | None = None, bias: Any = None, num_sms: int = 0,
+        num_qps: int = 0, previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None, async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:  # fmt: skip
         note("combine", self)
         require(handle._buffer is self, "the handle of another buffer")
         require(num_sms in (0, handle.num_sms), "combine with other SMs than dispatch")

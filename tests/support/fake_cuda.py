@@ -110,7 +110,7 @@ class FakeCuda:
 
     Attributes:
         races, lifetimes: what is wrong, a sentence each; both must be empty.
-        syncs: where the host waited, in a lane, for a whole stream: "tolist in moe/experts/grouped.py".
+        syncs: where the host waited, in a lane, for a whole stream: "tolist in moe/experts/torch_experts.py".
         counts: operations per stream.
         events: how many were made.
         signalled: of every kernel that waited for signals, whether only they ordered it after the one that set them:

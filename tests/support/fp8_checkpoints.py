@@ -21,7 +21,7 @@ from model_runner import Checkpoint, ExpertParallel, model_class
 from model_runner.decoder.layers import Projection
 from model_runner.parallel.tensor_parallel import Shard
 from moe import ExpertPlacement, FusedMoEModularKernel
-from moe.experts.reference import ReferenceExperts
+from moe.experts.torch_experts import ReferenceExperts
 
 FP8 = torch.float8_e4m3fn
 PROMPTS = [[5, 17, 99, 3, 42], [1]]

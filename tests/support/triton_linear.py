@@ -16,7 +16,7 @@ def use_triton(patch: pytest.MonkeyPatch) -> None:
 
     if not INTERPRETED:
         pytest.skip("Triton's interpreter is off: TRITON_INTERPRET=1 was not set before Triton was imported")
-    patch.setattr("attention.linear.choice.runs_in_triton", lambda device: True)
+    patch.setattr("attention.lanes.runs_in_triton", lambda device: True)
 
 
 def heads_of(mixed: Tensor, shape: GatedDeltaShape) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flashinfer_cases import BACKENDS
 
-import moe.experts.fastest
+import moe.experts.registry
 from attention import AttentionShape, make_attention_backend, make_kv_cache, usable_attention_backends
 from attention.backends import registry
 from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel
@@ -97,8 +97,8 @@ def test_a_registered_part_that_imports_one_says_why(monkeypatch: pytest.MonkeyP
 
 def test_auto_goes_without_experts_whose_module_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = LazyRegistry(
-        "experts back end", {"theirs": "flashinfer:Experts", "grouped": "moe.experts.grouped:GroupedExperts"}
+        "experts back end", {"theirs": "flashinfer:Experts", "grouped": "moe.experts.torch_experts:GroupedExperts"}
     )
     monkeypatch.setattr(moe.experts.registry, "_BACKENDS", theirs)
-    monkeypatch.setattr(moe.experts.fastest, "_CANDIDATES", ("theirs",))
+    monkeypatch.setattr(moe.experts.registry, "_CANDIDATES", ("theirs",))
     assert MISMATCH in str(usable_experts(SHAPE, torch.float32, CPU)["theirs"])

@@ -195,7 +195,7 @@ def latent_decode() -> None:
 
 @launches("pad")
 def ragged_rows() -> None:
-    from attention.kernels.ragged import pad_ragged, unpad_ragged
+    from attention.kernels.batch import pad_ragged, unpad_ragged
 
     starts, x = torch.tensor([0, 3, 4], dtype=torch.int32, device=DEVICE), there(4, 2, 8)
     padded = pad_ragged(x, starts, 3)
@@ -206,7 +206,7 @@ def ragged_rows() -> None:
 
 @launches("list_pages")
 def pages() -> None:
-    from attention.kernels.pages import list_pages
+    from attention.kernels.batch import list_pages
 
     table = torch.tensor([[3, 1, 9], [2, 9, 9]], dtype=torch.int32, device=DEVICE)
     starts, lens = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 1, 2], [5, 2]))
@@ -217,7 +217,7 @@ def pages() -> None:
 
 @launches("fill")
 def static_batch() -> None:
-    from attention.kernels.fill import fill_batch
+    from attention.kernels.batch import fill_batch
 
     batch = moved(make_batch([(5, 1), (2, 1)], block_size=4).metadata)
     starts, lens = (torch.full((9,), 7, dtype=torch.int32, device=DEVICE) for _ in range(2))

@@ -32,8 +32,7 @@ from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel,
 from attention.backends.store import store_kv
 from attention.interface import AttentionShape, BackendTraits
 from attention.kv_cache import FP8, PagedKVCache
-from attention.metadata import CommonAttentionMetadata
-from attention.spec_verify import SpecVerifyInput
+from attention.metadata import CommonAttentionMetadata, SpecVerifyInput
 from ubatch import ConfigError
 
 WORKSPACE_BYTES = 384 << 20
@@ -145,16 +144,7 @@ class FlashInferBackend(WrapperBackend):
         return self.new_wrapper(self._prefill_wrapper, "NHD", **buffers)
 
     def _plan_decode(self, wrapper: PlannedWrapper, pages: PageLists) -> int:
-        return wrapper.plan(
-            pages.indptr,
-            pages.indices,
-            pages.last_page_len,
-            self.shape.num_heads,
-            self.shape.num_kv_heads,
-            self.shape.head_dim,
-            self.kv_cache.spec.block_size,
-            **self._options(windowed=True),
-        )
+        return wrapper.plan(*self._sizes(pages), **self._options(windowed=True))
 
     def _plan_prefill(self, wrapper: PlannedWrapper, pages: PageLists, mask: Tensor | None) -> int:
         plan: Callable[..., int] = (
@@ -162,17 +152,16 @@ class FlashInferBackend(WrapperBackend):
         )
         return plan(
             pages.query_starts,
-            pages.indptr,
-            pages.indices,
-            pages.last_page_len,
-            self.shape.num_heads,
-            self.shape.num_kv_heads,
-            self.shape.head_dim,
-            self.kv_cache.spec.block_size,
+            *self._sizes(pages),
             causal=mask is None,
             seq_lens=pages.lens,  # if missing, flashinfer copies its own lengths, from pageable memory
             **self._options(windowed=mask is None),
         )
+
+    def _sizes(self, pages: PageLists) -> tuple[Any, ...]:
+        shape = self.shape
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        return pages.indptr, pages.indices, pages.last_page_len, *heads, self.kv_cache.spec.block_size
 
     def _options(self, *, windowed: bool) -> dict[str, Any]:
         shape, spec = self.shape, self.kv_cache.spec

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attention.backends.few_queries import FewQueries, GraphState, KernelBackend
-from attention.backends.flashinfer_kernels import compute_capability
+from attention.backends.flashinfer_kernels import refuse_gpu
 from attention.interface import GraphLimits
 from attention.kv_cache import MLAKVCache, PagedKVCache
 from attention.metadata import CommonAttentionMetadata
@@ -33,20 +33,6 @@ from ubatch.streams import staged, to_device
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Bytes that a wrapper allocates on the device for its plan."""
-
-
-def refuse_old_gpu(name: str, device: torch.device) -> None:
-    """Refuse GPUs before Ampere.
-
-    Raises:
-        ConfigError: the GPU is older than Ampere (SM80).
-    """
-    capability = compute_capability(device)
-    if capability is not None and capability < (8, 0):
-        raise ConfigError(
-            f"attention back end {name!r} needs a GPU of SM80 or later, this is SM{capability[0]}{capability[1]}. "
-            "Choose 'triton' or 'torch'."
-        )
 
 
 class WrapperBackend(KernelBackend["FlashInferGraphs"]):
@@ -58,7 +44,7 @@ class WrapperBackend(KernelBackend["FlashInferGraphs"]):
 
     def __init__(self, shape: Any, kv_cache: Any, workspace_bytes: int) -> None:
         super().__init__(shape, kv_cache, workspace_bytes, (torch.bfloat16, torch.float16))
-        refuse_old_gpu(self.name, kv_cache.device)
+        refuse_gpu(self.name, kv_cache.device, lambda sm: sm >= (8, 0), "SM80 or later", "'triton' or 'torch'")
         self.graphs_kind = FlashInferGraphs
         self._num_wrappers = 0
 
@@ -253,7 +239,7 @@ def list_pages_in_torch(
     most_pages: int,
     padded_queries: int = 0,
 ) -> None:
-    """`attention.kernels.pages.list_pages` in torch."""
+    """`attention.kernels.batch.list_pages` in torch."""
     new = query_start_loc[1:] - query_start_loc[:-1]
     behind = seq_lens - new + padded_queries if padded_queries else seq_lens
     lens = torch.where(new > 0, behind, padded_queries)
@@ -267,7 +253,7 @@ def list_pages_in_torch(
 def _lister(device: torch.device) -> Callable[..., None]:
     """The function that lists pages: one kernel launch if Triton runs on the device, else torch."""
     if importlib.util.find_spec("triton") is not None:
-        from attention.kernels.pages import list_pages
+        from attention.kernels.batch import list_pages
         from ubatch.kernels.triton_jit import INTERPRETED
 
         if device.type == "cuda" or INTERPRETED:

@@ -152,11 +152,8 @@ class NativeAttentionPlan:
             *(k.data_ptr(), k.stride(0), k.stride(1)),
             *(v.data_ptr(), v.stride(0), v.stride(1)),
             *self._layers[layer],
-            None if sinks is None else sinks.data_ptr(),
-            out.data_ptr(),
-            self._scratch_address,
-            self._prompt_bytes,
-            threads,
+            *(None if sinks is None else sinks.data_ptr(), out.data_ptr()),
+            *(self._scratch_address, self._prompt_bytes, threads),
         )
         if this_thread.recording is not None:
             this_thread.recording.mark_rebound(layer)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from attention.interface import EagerOnly
 from attention.kv_cache import CacheSpec, TokenPool, quantize_fp8
-from attention.metadata import CommonAttentionMetadata
-from attention.spec_verify import SpecVerifyInput
+from attention.metadata import CommonAttentionMetadata, SpecVerifyInput
 from ubatch.streams import to_device
 
 _MAX_PADDING = 0.25  # padding's largest share of a group's work; beyond it, a new group starts

@@ -12,11 +12,10 @@ from torch import Tensor
 from attention.backends.store import FP8_CAPABILITY
 from attention.graph_buffers import GraphBuffers
 from attention.interface import GraphLimits
-from attention.kernels.planning import plan_mask_offsets
+from attention.kernels.attend import plan_mask_offsets
 from attention.kernels.tile import PagedBatch, TreeMask
 from attention.kv_cache import MLAKVCache, PagedKVCache
-from attention.metadata import CommonAttentionMetadata
-from attention.spec_verify import SpecVerifyInput
+from attention.metadata import CommonAttentionMetadata, SpecVerifyInput
 from ubatch import ConfigError
 from ubatch.kernels.triton_jit import INTERPRETED
 

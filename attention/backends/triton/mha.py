@@ -32,10 +32,9 @@ from attention.backends.triton.common import (
     tree_of,
 )
 from attention.interface import AttentionShape, BackendTraits, GraphLimits
-from attention.kernels.attend import prefill_attention
+from attention.kernels.attend import num_tiles, plan_tiles, prefill_attention
 from attention.kernels.cache import write_kv
 from attention.kernels.decode import DecodeSplits, decode_attention
-from attention.kernels.planning import num_tiles, plan_tiles
 from attention.kernels.tile import PagedBatch, PagedLayer, TileSize
 from attention.kernels.tuning import tune_decode, tune_prefill
 from attention.kv_cache import PagedKVCache

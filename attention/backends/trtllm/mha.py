@@ -47,6 +47,7 @@ from attention.backends.flashinfer_kernels import (
     compute_capability,
     find_kernel,
     pad_rows,
+    refuse_gpu,
     refuse_tree_mask,
 )
 from attention.backends.store import store_kv
@@ -151,16 +152,10 @@ class TRTLLMMHABackend(KernelBackend[GraphState]):
 
 
 def _kernels_on(device: torch.device) -> _Kernels:
+    gpus = "SM90, SM100, SM103 or SM120"
+    refuse_gpu(TRTLLMMHABackend.name, device, lambda sm: sm[0] in _KERNELS_BY_MAJOR, gpus, "'flashinfer' or 'triton'")
     capability = compute_capability(device)
-    if capability is None:
-        return _Kernels.TRTLLM_GEN
-    kernels = _KERNELS_BY_MAJOR.get(capability[0])
-    if kernels is None:
-        raise ConfigError(
-            f"attention back end {TRTLLMMHABackend.name!r} needs a GPU of SM90, SM100, SM103 or SM120, this is "
-            f"SM{capability[0]}{capability[1]}. Choose 'flashinfer' or 'triton'."
-        )
-    return kernels
+    return _Kernels.TRTLLM_GEN if capability is None else _KERNELS_BY_MAJOR[capability[0]]
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from attention.backends.flashinfer_kernels import (
     FlashInferKernel,
     RequestBatch,
     absorb,
-    compute_capability,
     find_kernel,
     pad_rows,
     project_latents,
+    refuse_gpu,
     refuse_mla_shape,
     refuse_tree_mask,
     rows_of,
@@ -121,12 +121,7 @@ class TRTLLMMLABackend(KernelBackend[_Graphs]):
                 f"attention back end {self.name!r} takes heads of (queries, values) {_EXPANDED_HEAD_DIMS} numbers, not "
                 f"({shape.qk_head_dim}, {shape.v_head_dim}). Choose 'torch'."
             )
-        capability = compute_capability(kv_cache.device)
-        if capability is not None and capability[0] != 10:
-            raise ConfigError(
-                f"attention back end {self.name!r} needs a GPU of SM100 or SM103, this is SM{capability[0]}"
-                f"{capability[1]}. Choose 'flashinfer'."
-            )
+        refuse_gpu(self.name, kv_cache.device, lambda sm: sm[0] == 10, "SM100 or SM103", "'flashinfer'")
         self.decode = find_kernel(FlashInferKernel.TRTLLM_MLA_DECODE)
         self.ragged = find_kernel(FlashInferKernel.TRTLLM_RAGGED)
         self.rope_quantize = find_kernel(FlashInferKernel.MLA_ROPE_QUANTIZE)

@@ -19,12 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import All2All, StepSizes
+from moe.all2all.base import All2All, All2AllTraits, StepSizes
 from moe.all2all.deepep.base import check_ranks
 from moe.all2all.deepep.high_throughput import DeepEPHighThroughputAll2All, HighThroughputHandle
 from moe.all2all.deepep.low_latency import DeepEPLowLatencyAll2All, LowLatencyHandle
 from moe.all2all.layouts import BatchedDispatch, Dispatched
-from moe.all2all.traits import All2AllTraits
 from ubatch import CommGroup, ConfigError, ForwardMode, Transfer, fingerprint, get_forward_context
 
 AutoHandle = HighThroughputHandle | LowLatencyHandle

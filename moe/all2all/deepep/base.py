@@ -24,12 +24,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2All
-from moe.all2all.checks import check_dispatch, refuse_gradients
-from moe.all2all.chunks import ids_of_blocks
+from moe.all2all.base import All2All, All2AllTraits
 from moe.all2all.deepep.buffers import NODE, in_one_node
-from moe.all2all.layouts import Dispatched
-from moe.all2all.traits import All2AllTraits
+from moe.all2all.layouts import Dispatched, ids_of_blocks
+from moe.all2all.payload import check_dispatch, refuse_gradients
 from moe.experts.quantization import quantize_tokens
 from moe.placement import local_experts
 from ubatch import (

@@ -32,16 +32,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from moe.all2all.base import StepSizes
-from moe.all2all.chunks import ids_of_blocks
+from moe.all2all.base import All2AllTraits, StepSizes
 from moe.all2all.deepep.base import DeepEPTransport, check_ranks
 from moe.all2all.deepep.buffers import NODE, BufferSize, SizedBuffer, SizedBuffers, in_one_node
-from moe.all2all.layouts import BatchedDispatch
-from moe.all2all.traits import All2AllTraits
+from moe.all2all.layouts import BatchedDispatch, ids_of_blocks
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, report_sm_use
 from ubatch.ranks import check_launch
 from ubatch.streams import current_capture
@@ -69,20 +68,10 @@ class LowLatencyHandle:
     topk_weights: Tensor
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """How large buffers are, for so many tokens of so many ranks."""
-
-    deep_ep: Any
-    max_tokens_per_rank: int
-    ranks: int
-    num_experts: int
-
-    def size_of(self, hidden_size: int) -> BufferSize:
-        """What a buffer for `[T, hidden_size]` is made for."""
-        hint = self.deep_ep.Buffer.get_low_latency_rdma_size_hint
-        num_bytes = hint(self.max_tokens_per_rank, hidden_size, self.ranks, self.num_experts)
-        return BufferSize(0, num_bytes, queues=self.num_experts // self.ranks, low_latency=True)
+def _size_of(deep_ep: Any, max_tokens_per_rank: int, ranks: int, num_experts: int, hidden_size: int) -> BufferSize:
+    """What a buffer for `[T, hidden_size]` is made for, for so many tokens of so many ranks."""
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(max_tokens_per_rank, hidden_size, ranks, num_experts)
+    return BufferSize(0, num_bytes, queues=num_experts // ranks, low_latency=True)
 
 
 class DeepEPLowLatencyAll2All(DeepEPTransport):
@@ -115,8 +104,8 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
         self.max_tokens_per_rank = max_tokens_per_rank
         self.use_fp8 = use_fp8
         self.share_buffer = not self.one_node if share_buffer is None else share_buffer
-        self._sizes = _Sizes(self.deep_ep, max_tokens_per_rank, group.size, num_experts)
-        self._buffers = SizedBuffers(self.name, self.deep_ep, self._sizes.size_of)
+        self._size_of = partial(_size_of, self.deep_ep, max_tokens_per_rank, group.size, num_experts)
+        self._buffers = SizedBuffers(self.name, self.deep_ep, self._size_of)
         self._shares = False
         self.traits = All2AllTraits(
             is_async=True,
@@ -233,7 +222,7 @@ class DeepEPLowLatencyAll2All(DeepEPTransport):
         Returns:
             Where they find it.
         """
-        own = self._sizes.size_of
+        own = self._size_of
         self._shares = True
         self._buffers = SizedBuffers(self.name, self.deep_ep, lambda hidden: own(hidden).both(other(hidden)))
         return self._buffers

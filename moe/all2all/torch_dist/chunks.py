@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.all2all.chunks import only_block
-from moe.all2all.layouts import Dispatched
+from moe.all2all.layouts import Dispatched, only_block
 from moe.all2all.payload import unpack_rows
 from moe.segments import segment_offsets
 
@@ -67,23 +66,34 @@ class Routes:
 
 
 @dataclass(frozen=True)
-class ChunkHandle:
-    """What combine needs to return the results of one chunk.
+class Handle:
+    """What combine needs to return results.
 
     Attributes:
-        rows: all rows of this dispatch here; results are added to them.
-        sent, received: rows that come back to this rank from every rank, and go back from it, in this chunk's combine.
+        sent, received: rows this rank sent to, and got from, every rank; those of a chunk's combine come back to this
+            rank, and go back from it.
         most: the most tokens that a rank has; None if the ranks do not know it.
-        row_of_visit, visit_offsets: how what comes back is added up.
+        row_of_visit: `[sum(sent)]`, the sent row of each (token, rank) visit, in token order.
+        visit_offsets: `[T + 1]`, where each token's visits begin.
     """
 
-    rows: ChunkedRows
-    chunk: int
     sent: list[int]
     received: list[int]
     most: int | None
     row_of_visit: Tensor
     visit_offsets: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkHandle(Handle):
+    """The same for the results of one chunk.
+
+    Attributes:
+        rows: all rows of this dispatch here; results are added to them.
+    """
+
+    rows: ChunkedRows
+    chunk: int
 
 
 class ChunkedRows:

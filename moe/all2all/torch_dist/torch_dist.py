@@ -14,8 +14,19 @@ decode steps, if the ranks know each other's numbers of tokens from the vote, an
 token travels to every rank instead, without counts.
 
 Chunks of experts exchange their counts together, so the host waits once for all of them, and send together what one
-chunk would (`moe.all2all.torch_dist.chunks`). A signalled combine sends what blocks of experts have completed
-(`moe.all2all.torch_dist.blocks`).
+chunk would (`moe.all2all.torch_dist.chunks`).
+
+A signalled combine sends the rows that a block of experts has completed while the next one is computed.
+
+    comp:  | block 0 | block 1 | block 2 |                a block: some of a rank's experts, in their order
+    comm:            | rows 0  | rows 1  | rows 2 |       rows b: those whose last expert is in block b
+
+So every row is sent once, and only rows that visit the last block wait for it. Each block is a separate all-to-all,
+which the host launches behind the block's kernels: with gloo and with NCCL no kernel waits for a signal. The ranks
+exchange the number of rows per block before the dispatch, so that the host waits for nothing else. Rows are returned by
+rank, and those of one rank in the order of the tokens.
+
+Source: SGLang's single-batch overlap, whose blocks are of rows and told by signals.
 """
 
 from __future__ import annotations
@@ -28,16 +39,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from moe.all2all.base import All2All
-from moe.all2all.checks import check_dispatch, refuse_gradients
-from moe.all2all.chunks import only_block
-from moe.all2all.layouts import Dispatched
-from moe.all2all.payload import pack_rows, unpack_rows
-from moe.all2all.torch_dist.blocks import BlockRoutes, BlocksHandle, TorchDistBlocks
-from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Routes, tokens_of, visits_of
-from moe.all2all.traits import All2AllTraits, visited
+from moe.all2all.base import All2All, All2AllTraits, visited
+from moe.all2all.layouts import Dispatched, blocks_of, only_block
+from moe.all2all.payload import check_dispatch, pack_rows, refuse_gradients, unpack_rows
+from moe.all2all.torch_dist.chunks import ChunkedRows, ChunkHandle, Cube, Handle, Routes, tokens_of, visits_of
 from moe.all2all.voted import most_voted_tokens, tokens_in, unpadded
-from moe.placement import local_experts
+from moe.placement import block_of, local_experts
 from moe.segments import segment_sum
 from ubatch import (
     CommGroup,
@@ -56,24 +63,6 @@ _SPARE_BYTES = 16 << 10
 """How much of a layer may travel in vain: what a link of 1 Gbit/s carries in the time that counts take to go round."""
 _EVERY_ROW = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
 """Modes in which every layer runs on all the tokens that the ranks voted on; else the last one may run on fewer."""
-
-
-@dataclass(frozen=True)
-class Handle:
-    """What combine needs to return results.
-
-    Attributes:
-        sent, received: rows this rank sent to, and got from, every rank.
-        most: the most tokens that a rank has; None if the ranks do not know it.
-        row_of_visit: `[sum(sent)]`, the sent row of each (token, rank) visit, in token order.
-        visit_offsets: `[T + 1]`, where each token's visits begin.
-    """
-
-    sent: list[int]
-    received: list[int]
-    most: int | None
-    row_of_visit: Tensor
-    visit_offsets: Tensor
 
 
 class TorchDistAll2All(All2All[Any]):
@@ -163,7 +152,7 @@ class TorchDistAll2All(All2All[Any]):
 
         return transfer.map(arrive)
 
-    def combine(self, y: Tensor, handle: Handle | ChunkHandle) -> Transfer[Tensor]:
+    def combine(self, y: Tensor, handle: Handle) -> Transfer[Tensor]:
         """See `All2All`. For a chunk, it returns the rows whose last chunk this is."""
         if torch.is_grad_enabled():
             refuse_gradients(y, name="torch_dist")
@@ -218,7 +207,7 @@ class TorchDistAll2All(All2All[Any]):
         rows = ChunkedRows(visits, ends, blocks, self.experts, x.shape[1])
         most = most_voted_tokens(self.group)
         handles = [
-            ChunkHandle(rows, chunk, back[chunk], _sum_of([came[chunk] for came in ends]), most, *returns[chunk])
+            ChunkHandle(back[chunk], _sum_of([came[chunk] for came in ends]), most, *returns[chunk], rows, chunk)
             for chunk in chunks
         ]
         transfers = [
@@ -301,3 +290,71 @@ def _cubes(numbers: list[list[int]], chunks: int) -> tuple[Cube, Cube]:
 def _sum_of(counts: Sequence[Sequence[int]]) -> list[int]:
     """The sum of the counts, per rank."""
     return [sum(of_rank) for of_rank in zip(*counts, strict=True)]
+
+
+_BLOCKS = 8
+"""Most blocks. Each costs a launch and the link's latency; no compute hides the last one."""
+
+
+class BlockRoutes:
+    """Which of this rank's tokens visit which rank, and with which block of its experts they are done there.
+
+    Args:
+        topk_ids: `[T, k]`.
+
+    Attributes:
+        blocks: of a rank's experts, the same on every rank.
+        hit: `[R, T]` bool, the visits.
+        rows: `[R, T]`, for every visit its row among all that come home, block by block and rank by rank.
+        counts: `[R, blocks]` int64, how many rows each rank sends home with each block.
+    """
+
+    def __init__(self, topk_ids: Tensor, ranks: int, num_local: int) -> None:
+        self.blocks = blocks_of(num_local, min(_BLOCKS, num_local))
+        rank_of_choice = torch.div(topk_ids, num_local, rounding_mode="floor")  # -1 stays -1, no rank's
+        each_rank = torch.arange(ranks, device=topk_ids.device)
+        block = block_of(topk_ids - rank_of_choice * num_local, self.blocks)
+        last = torch.where(rank_of_choice == each_rank[:, None, None], block, -1).amax(-1)
+        self.hit = last >= 0
+        ends = last == torch.arange(len(self.blocks), device=topk_ids.device)[:, None, None]  # [blocks, R, T]
+        self.rows = ((ends.flatten().cumsum(0) - 1).view_as(ends) * ends).sum(0)
+        self.counts = ends.sum(2).t().contiguous()
+
+
+@dataclass(frozen=True)
+class BlocksHandle:
+    """What combine needs to return results.
+
+    Attributes:
+        blocks: of local experts.
+        sent, received: `[block][rank]` rows that come back to this rank, and go back from it.
+        row_of_visit: `[sum(sent)]`, the row of each (token, rank) visit among all that come back, in token order.
+        visit_offsets: `[T + 1]`, where each token's visits begin.
+    """
+
+    blocks: Sequence[range]
+    sent: list[list[int]]
+    received: list[list[int]]
+    row_of_visit: Tensor
+    visit_offsets: Tensor
+
+
+class TorchDistBlocks:
+    """See `BlockCombine`."""
+
+    def __init__(self, group: CommGroup, handle: BlocksHandle) -> None:
+        self.blocks = handle.blocks
+        self._group = group
+        self._handle = handle
+        self._sizes = zip(handle.sent, handle.received, strict=True)
+
+    def send(self, y: Tensor) -> Transfer[Tensor]:
+        """See `BlockCombine`."""
+        refuse_gradients(y, name="torch_dist")
+        back, away = next(self._sizes)
+        most = most_voted_tokens(self._group)
+        return launch_all_to_all_single(y, self._group, back, away, name="combine", most_rows=most)
+
+    def sum_up(self, arrived: Sequence[Tensor]) -> Tensor:
+        """See `BlockCombine`. In the order of the ranks, as in one piece."""
+        return segment_sum(torch.cat(list(arrived)), self._handle.row_of_visit, self._handle.visit_offsets)

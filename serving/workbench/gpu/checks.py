@@ -66,7 +66,7 @@ SECTIONS: Mapping[str, Section] = {
     "capture": Section(("graphs", "graphs_failures", "graphs_sizes", "graphs_triton"), 35, "first"),
     "kernels": Section(("kernels_once",), 90, "first"),
     "runner": Section(("runner_graphs_gpu", "engine_loops", "weight_pass"), 80, "rest-1"),
-    "transports": Section(("moe_transports_gpu", "moe_host_loopback", "moe_chunks_gpu", "moe_signals"), 90, "rest-2"),
+    "transports": Section(("moe_gpu", "moe_host_loopback", "moe_signals"), 90, "rest-2"),
     "experts": Section(("moe_triton_gpu", "router_kernels"), 140, "rest-2"),
     "attention": Section(("attention_conformance_gpu", "kernels_norm_rope"), 140, "rest-3", processes=4),
     "benchmarks": Section(("bench_gpu",), 120, "rest-2"),

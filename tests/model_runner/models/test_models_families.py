@@ -44,7 +44,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attention import UBatchAttention
-from attention.linear.choice import runs_in_triton
+from attention.lanes import runs_in_triton
 from model_runner import (
     Checkpoint,
     CheckpointError,

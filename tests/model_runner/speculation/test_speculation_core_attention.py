@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from attention_batches import Batch, MLABatch, make_batch, make_mla_batch
+from flashinfer_cases import install
+from flashinfer_standin import StandIns
 from torch import Tensor
-from trtllm_cases import install
 
 from attention import (
     AttentionShape,
@@ -19,12 +20,8 @@ from attention import (
     MLAShape,
     MultiStepDraftAttention,
     make_attention_backend,
-    multi_step,
 )
-from attention.backends.trtllm import mha as trtllm_mha
-from attention.backends.trtllm import mla as trtllm_mla
-from attention.backends.trtllm.mha import TRTLLMMHABackend
-from attention.backends.trtllm.mla import TRTLLMMLABackend
+from attention import lanes as attention_lanes
 from model_runner import Step
 from model_runner.drafting.runner import draft_extend_batch
 from tests.support.shaped_steps import shaped_step
@@ -49,8 +46,7 @@ ACCEPTED = ((0, 1, 2, 3), (4,), (8, 10), (12, 13, 15))
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")
-    install(monkeypatch, trtllm_mha, TRTLLMMHABackend)
-    install(monkeypatch, trtllm_mla, TRTLLMMLABackend)
+    install(monkeypatch, StandIns().find)
 
 
 def make(requests: list[tuple[int, int]], mla: bool, **options: Any) -> Batch | MLABatch:
@@ -172,7 +168,7 @@ def test_every_step_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(make_attention_backend(*args))
         return made[-1]
 
-    monkeypatch.setattr(multi_step, "make_attention_backend", counted)
+    monkeypatch.setattr(attention_lanes, "make_attention_backend", counted)
     rng = random.Random(0)
     batch = make([(rng.randrange(1, 40), STEPS) for _ in range(3)], mla=False)
     states = MultiStepDraftAttention(batch.shape, batch.new_cache(), STEPS, "torch")

@@ -14,14 +14,13 @@ import runner_graph_cases as graphs
 import torch
 from checkpoints import checkpoint_fixture, make_checkpoint
 from dense_checkpoint import make_small
+from flashinfer_cases import install
+from flashinfer_standin import StandIns
 from request_steps import admit, admitted, prefill, step, verify
 from speculating import NEW, PARAMS, PROMPTS, VOCAB, chain, check, p_value, speculate, tree
 from step_cases import StepStreamsFake, recording
 from torch import Tensor
-from trtllm_cases import install
 
-from attention.backends.trtllm import mha as trtllm_mha
-from attention.backends.trtllm.mha import TRTLLMMHABackend
 from model_runner import (
     Acceptance,
     Draft,
@@ -149,7 +148,7 @@ def test_trees_beside_graphs(tmp_path: Path, trees: bool) -> None:
 
 
 def test_trees_are_refused_where_attention_takes_no_mask(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, trtllm_mha, TRTLLMMHABackend)
+    install(monkeypatch, StandIns().find)
     with make_runner(checkpoint, attention_backend="trtllm_mha", block_size=16) as runner:
         assert not runner.attention.takes_trees
         (request,) = admitted(runner, [[1, 2, 3]])

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attention import AttentionBackend, make_attention_backend
 from attention.backends.flashinfer.pages import PackedMask, PageLists, list_pages_in_torch
-from attention.kernels.pages import list_pages
+from attention.kernels.batch import list_pages
 from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.drafting import DraftProposer, DraftShape, load_draft
 from model_runner.step.streams import StepStreams

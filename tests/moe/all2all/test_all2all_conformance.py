@@ -27,10 +27,10 @@ from moe import (
     make_experts,
     register_all2all_backend,
 )
-from moe.all2all.adopted import inheriting
 from moe.all2all.allgather_reducescatter import AllGatherReduceScatterAll2All
-from moe.all2all.batches import sort_pairs
+from moe.all2all.host_loopback_batched import sort_pairs
 from moe.all2all.local import LocalAll2All
+from moe.all2all.registry import inheriting
 from moe.all2all.torch_dist.torch_dist import TorchDistAll2All
 from ranks import run_ranks
 from serving.options import SERVE, resolve_settings, to_engine_options

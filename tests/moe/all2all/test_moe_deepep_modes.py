@@ -1,10 +1,11 @@
-"""The DeepEP back ends where steps differ: `deepep_auto`'s choice, capture, SM budgets, a failed rank, refusals."""
+"""The DeepEP back ends where steps differ: `deepep_auto`'s choice, capture, SM budgets, pieces, failures, refusals."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,6 +42,7 @@ from ubatch import (
     UBatchError,
     dbo_current_ubatch_id,
     dbo_enabled,
+    get_schedule,
     set_forward_context,
 )
 from ubatch.streams.graph_protocols import mark_capturing
@@ -297,3 +299,55 @@ def test_batches_need_experts_that_take_them() -> None:
             ConfigError, match="delivers rows in batches by expert, which SimpleNamespace does not take"
         ):
             FusedMoEModularKernel(low_latency, rows_only)  # type: ignore[arg-type]
+
+
+LITTLE = 4
+"""Room for so few tokens that a layer runs in pieces."""
+
+
+def test_pieces() -> None:
+    run_checks(_outside_lanes, _in_lanes, _nobody_voted)
+
+
+def _backends(group: CommGroup, **options: Any) -> dict[str, Any]:
+    names = ("deepep_low_latency", "deepep_v2")
+    return {name: transport(name, group, max_tokens_per_rank=LITTLE, **options) for name in names}
+
+
+def _outside_lanes(rank: int, group: CommGroup) -> None:
+    """As many dispatches on every rank as the one with most tokens needs; an idle rank goes along."""
+    layer = layer_of()
+    for use_fp8 in (False, True):
+        for name, all2all in _backends(group, use_fp8=use_fp8).items():
+            kernel = layer.kernel(all2all)
+            for tokens, pieces in (((11, 3), 3), ((0, 9), 3), ((4, 4), 1), ((5, 0), 2)):
+                what = f"{name}, {tokens}"
+                routed = tokens_of(layer, tokens[rank], seed=10 + rank, unrouted=0.2)
+                calls.clear()
+                with set_forward_context(ForwardContext(tokens_across_ranks=tokens)):
+                    check_layer(kernel, layer, routed, what, use_fp8)
+                assert len([call for call, _, _ in calls if call.endswith("dispatch") and "hook" not in call]) == pieces
+
+
+def _in_lanes(rank: int, group: CommGroup) -> None:
+    """Lanes pass the points of one piece, however many they run; each piece in chunks, too."""
+    layers = [layer_of(seed) for seed in (0, 1)]
+    lanes = get_schedule("mlp_shared_overlap")
+    for name, all2all in _backends(group).items():
+        model, roomy = Stack(layers, all2all), Stack(layers, transport(name, group, max_tokens_per_rank=32))
+        x = rows_of(21 - 8 * rank, rank)
+        in_one_piece = roomy(x)
+        for schedule in (lanes, replace(lanes, name="in two chunks", chunks=2)):
+            wrapper = lanes_of(model, group, schedule)
+            close(wrapper(x), in_one_piece, f"{name}, {schedule.name}")
+            assert wrapper.statistics().engaged == 1, wrapper.statistics()
+            wrapper.close()
+
+
+def _nobody_voted(rank: int, group: CommGroup) -> None:
+    """Then no rank can know how many pieces the others have: what does not fit is refused, before it is launched."""
+    layer = layer_of()
+    routed = tokens_of(layer, LITTLE + 1)
+    for name, all2all in _backends(group).items():
+        with pytest.raises(ConfigError, match=f"'{name}' has room for 4 tokens of a rank at once, not 5"):
+            layer.kernel(all2all)(routed.x, routed.weights, routed.ids)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from moe_layers import make_layer, make_tokens
 
 from moe import BatchedDispatch, EmulatedLink, make_all2all
-from moe.all2all.batches import sort_pairs, sum_pairs
-from moe.all2all.chunks import blocks_of
-from moe.all2all.host_loopback_batched import HostLoopbackBatchedAll2All
+from moe.all2all.host_loopback_batched import HostLoopbackBatchedAll2All, sort_pairs, sum_pairs
+from moe.all2all.layouts import blocks_of
 
 # -------------------------------------------------------------------------------------------------- by expert, and back
 

@@ -17,8 +17,8 @@ from moe_layers import Layer, Routed, Stack, lanes_of, make_layer, make_tokens, 
 from torch import Tensor, nn
 
 from moe import EmulatedLink, FusedMoEModularKernel, local_experts, make_all2all, mask_padding
-from moe.all2all.chunks import blocks_of, only_block
-from moe.experts.grouped import GroupedExperts, RowPlan
+from moe.all2all.layouts import blocks_of, only_block
+from moe.experts.torch_experts import GroupedExperts, RowPlan
 from ubatch import (
     CommGroup,
     ConfigError,

@@ -31,7 +31,7 @@ from moe import (
 )
 from moe.experts import flashinfer
 from moe.experts.flashinfer import FlashInferExperts
-from moe.experts.grouped import GroupedExperts
+from moe.experts.torch_experts import GroupedExperts
 from ubatch import ConfigError, GradientError
 from ubatch.kernels.c_jit import why_not_c
 

@@ -1,7 +1,14 @@
-"""What `grouped`, `grouped_mm` and the plain loop have of their own; that they are right: conformance tests."""
+"""What `grouped`, `grouped_mm`, `flashinfer` and the plain loop have of their own, biases, and fp8.
+
+That results are right is in the conformance tests.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -9,11 +16,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_graphs import FakeGraphs
+from flashinfer_standin_wrappers import cutlass_fused_moe
+from hypothesis import given
+from hypothesis import strategies as st
 from moe_layers import make_layer, make_tokens
 from torch import Tensor
 
-from moe import experts_backends, make_experts, register_experts_backend
-from moe.experts import grouped_mm
+from moe import (
+    ClampedSwiGLU,
+    ExpertsNeeds,
+    ExpertsShape,
+    dequantize_blocks,
+    experts_backends,
+    make_experts,
+    quantize_blocks,
+    register_experts_backend,
+)
+from moe.experts import flashinfer, grouped_mm, registry
+from moe.experts.flashinfer import FlashInferExperts, find_fused_moe
+from moe.experts.quantization import FP8
+from moe.experts.torch_experts import GroupedExperts
 from moe.segments import segment_offsets, segment_sum
 from ubatch import ConfigError
 
@@ -119,8 +141,8 @@ def test_experts_by_name() -> None:
     w13, w2 = torch.zeros(2, 6, 4), torch.zeros(2, 4, 3)
     with pytest.raises(ConfigError, match="unknown experts back end 'groupd'; did you mean 'grouped'"):
         make_experts("groupd", w13, w2)
-    register_experts_backend("grouped", "moe.experts.grouped:GroupedExperts")  # the same again is fine
-    with pytest.raises(ConfigError, match=r"registered as 'moe\.experts\.grouped:GroupedExperts' already"):
+    register_experts_backend("grouped", "moe.experts.torch_experts:GroupedExperts")  # the same again is fine
+    with pytest.raises(ConfigError, match=r"registered as 'moe\.experts\.torch_experts:GroupedExperts' already"):
         register_experts_backend("grouped", "elsewhere:GroupedExperts")
     with pytest.raises(ConfigError, match="module:attribute', not 'elsewhere'"):
         register_experts_backend("another", "elsewhere")
@@ -133,3 +155,171 @@ def test_a_block_is_computed_when_it_is_asked_for() -> None:
     with mock.patch.object(experts, "run_expert", wraps=experts.run_expert) as run:
         blocks = experts.run_blocks(routed.x, routed.ids, routed.weights, [range(0, 1), range(1, 4)])
         assert [run.call_count for _ in blocks] == [1, 4]
+
+
+LAYER = make_layer()
+
+
+def test_the_plain_loop_is_the_formula_with_biases() -> None:
+    x, b13, b2 = torch.randn(12), torch.randn(LAYER.w13.shape[:2]), torch.randn(LAYER.w2.shape[:2])
+    clamped = ClampedSwiGLU(limit=0.4, alpha=1.5)
+    experts: Any = make_experts("reference", LAYER.w13, LAYER.w2, b13=b13, b2=b2, activation=clamped)
+    gate, up = (experts.w13[2] @ x + experts.b13[2]).chunk(2)
+    gate, up = gate.clamp(max=0.4), up.clamp(-0.4, 0.4)
+    y = experts.w2[2] @ ((up + 1) * gate / (1 + torch.exp(-1.5 * gate))) + experts.b2[2]
+    weights = torch.tensor([[0.3]])
+    torch.testing.assert_close(experts(x[None], torch.tensor([[2]]), weights)[0], 0.3 * y)
+
+
+def test_auto_finds_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs, shape, cpu = ExpertsNeeds(biases=True), ExpertsShape(8, 8, 2, 16, 8), torch.device("cpu")
+    assert registry.usable_experts(shape, torch.float32, cpu, needs) == {"grouped": None}
+    monkeypatch.setattr(registry, "measured", lambda device: True)  # as on a GPU
+    monkeypatch.setattr(registry, "_CANDIDATES", ("grouped_mm",))  # the others import Triton
+    usable = registry.usable_experts(shape, torch.float32, cpu, needs)
+    assert "has no biases" in str(usable["grouped_mm"])
+    assert usable["grouped"] is None
+
+
+def test_biases_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"b13 must be \[8, 10\]"):
+        GroupedExperts(LAYER.w13, LAYER.w2, b13=torch.zeros(8, 5))
+    with pytest.raises(ConfigError, match=r"b2 must be \[8, 12\] torch.float32"):
+        GroupedExperts(LAYER.w13, LAYER.w2, b2=torch.zeros(8, 12, dtype=torch.float64))
+
+
+@given(
+    rows=st.integers(0, 3),
+    blocks=st.integers(1, 3),
+    scale=st.floats(-6, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_quantization_loses_little(rows: int, blocks: int, scale: float, dtype: torch.dtype, seed: int) -> None:
+    """Half a step of 3 bits of mantissa for what is large in its block, a fixed small error for the rest."""
+    x = (torch.randn(rows, blocks * 128, generator=torch.Generator().manual_seed(seed)) * 10**scale).to(dtype)
+    quantized, scales = quantize_blocks(x)
+    assert quantized.dtype is FP8
+    assert scales.shape == (rows, blocks)
+    assert scales.is_contiguous()
+    restored = dequantize_blocks(quantized, scales, torch.float32)
+    assert restored.isfinite().all()
+    step = scales.repeat_interleave(128, dim=1) * 2.0**-9  # of the smallest numbers
+    assert ((restored - x.float()).abs() <= torch.maximum(x.float().abs() / 16, step) * 1.001).all()
+    if rows:  # a row's bits do not depend on its batch
+        alone, own_scales = quantize_blocks(x[-1:])
+        assert torch.equal(alone.view(torch.uint8), quantized[-1:].view(torch.uint8))
+        assert torch.equal(own_scales, scales[-1:])
+
+
+def test_zeros_and_extremes_survive() -> None:
+    x = torch.tensor([0.0, 448.0, -448.0, 3e38]).repeat_interleave(128).view(1, -1)
+    restored = dequantize_blocks(*quantize_blocks(x), torch.float32)
+    torch.testing.assert_close(restored, x)
+    nothing = quantize_blocks(torch.zeros(2, 0))
+    assert dequantize_blocks(*nothing, torch.bfloat16).shape == (2, 0)
+
+
+def test_bad_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a multiple of 128, not torch\.float32 \[2, 100\]"):
+        quantize_blocks(torch.zeros(2, 100))
+    x, scales = quantize_blocks(torch.zeros(2, 256))
+    for bad_x, bad_scales in ((x.float(), scales), (x, scales[:1]), (x, scales.double()), (x, torch.zeros(2, 3))):
+        with pytest.raises(ConfigError, match="do not fit: fp8 is"):
+            dequantize_blocks(bad_x, bad_scales, torch.float32)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The stand-in on the CPU in the kernel's place; what it was called with."""
+    calls: list[dict[str, Any]] = []
+
+    def call(**kwargs: Any) -> Tensor:
+        calls.append(kwargs)
+        out: Tensor = cutlass_fused_moe(**kwargs)
+        return out
+
+    monkeypatch.setattr(flashinfer, "find_fused_moe", lambda: call)
+    monkeypatch.setattr(FlashInferExperts, "devices", ("cpu",))
+    return calls
+
+
+def weights(held: int = 4, hidden: int = 16, intermediate: int = 8, **options: Any) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(held, 2 * intermediate, hidden, **options) * hidden**-0.5,
+        torch.randn(held, hidden, intermediate, **options) * intermediate**-0.5,
+    )
+
+
+def routed(tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Distinct experts per token, some of them nobody's, and their weights."""
+    order = [torch.randperm(num_experts + 2)[:top_k] for _ in range(tokens)]
+    ids = torch.stack(order) - 1 if order else torch.zeros(0, top_k, dtype=torch.int64)
+    return ids, torch.rand(tokens, top_k)
+
+
+def test_the_plain_weights_are_not_kept(stand_in: list[dict[str, Any]]) -> None:
+    w13, w2 = weights()
+    given = w13.clone()
+    experts = make_experts("flashinfer", w13, w2)
+    assert torch.equal(w13, given), "the caller's are left alone"
+    assert {name for name, _ in experts.named_parameters()} == {"w31", "w2"}
+    assert experts.capturable
+
+
+def test_what_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "find_fused_moe", lambda: pytest.fail("looked for the kernel"))
+    with pytest.raises(ConfigError, match="run on cuda, not on cpu"):
+        make_experts("flashinfer", *weights())
+    monkeypatch.setattr(FlashInferExperts, "devices", ("cpu",))
+    with pytest.raises(ConfigError, match="hidden 12 and intermediate 8"):
+        make_experts("flashinfer", *weights(hidden=12))
+
+
+def test_a_missing_or_old_flashinfer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match="Install flashinfer-python"):
+        find_fused_moe()
+
+    class Old:
+        @staticmethod
+        def cutlass_fused_moe(input: Tensor) -> None: ...
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: Old)
+    with pytest.raises(ConfigError, match=r"0\.6 or later"):
+        find_fused_moe()
+
+
+def test_our_call_binds_to_the_installed_function(stand_in: list[dict[str, Any]]) -> None:
+    """And its defaults are those that the stand-in was written for."""
+    pytest.importorskip(
+        "flashinfer", reason="flashinfer is not installed; `make test` installs it", exc_type=ImportError
+    )
+    theirs = inspect.signature(find_fused_moe())
+    make_experts("flashinfer", *weights())(torch.randn(2, 16), torch.tensor([[0], [1]]), torch.rand(2, 1))
+    theirs.bind(**stand_in[0])
+    ours: Callable[..., Any] = cutlass_fused_moe
+    for name, parameter in inspect.signature(ours).parameters.items():
+        assert theirs.parameters[name].default == parameter.default
+    assert int(theirs.parameters["activation_type"].default) == 3, "SwiGLU"
+    assert theirs.parameters["enable_alltoall"].default is False, "rows without an expert here are written"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first_expert", [0, 8])
+def test_the_kernel_on_a_gpu(dtype: torch.dtype, first_expert: int) -> None:
+    """Against float32 over the same rounded numbers, and the same numbers twice."""
+    pytest.importorskip("flashinfer", reason="flashinfer is not installed", exc_type=ImportError)
+    w13, w2 = (w.to(dtype) for w in weights(8, 256, 128))
+    ids, topk_weights = routed(64, 24, 4)
+    x = torch.randn(64, 256).to(dtype)
+    there = make_experts("flashinfer", w13.cuda(), w2.cuda(), first_expert)
+    out = there(x.cuda(), ids.cuda(), topk_weights.cuda())
+    expected = make_experts("reference", w13.float(), w2.float(), first_expert)(x.float(), ids, topk_weights)
+    close = math.ldexp(1.0, -6 if dtype == torch.bfloat16 else -9)
+    torch.testing.assert_close(out.cpu().float(), expected, atol=close, rtol=close)
+    assert torch.equal(out, there(x.cuda(), ids.cuda(), topk_weights.cuda()))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe import NativeLinear, grouped_linear
-from moe.experts.cpu.native import NativeExperts
-from moe.experts.grouped import GroupedExperts
+from moe.experts.cpu import NativeExperts
+from moe.experts.torch_experts import GroupedExperts
 from moe.grouped_linear import GroupedLinear
 from moe.segments import segment_offsets
 from ubatch.kernels.c_jit import TILES_SOURCE, compile_c

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton_batches import DEVICE
 
 from moe import make_experts, quantize_blocks
-from moe.all2all.batches import sum_pairs
+from moe.all2all.host_loopback_batched import sum_pairs
 from moe.experts import triton_batched
 from moe.experts.triton import TritonExperts
 from moe.kernels import gemm_configs as configs_module

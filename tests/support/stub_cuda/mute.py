@@ -48,16 +48,16 @@ LEFT_OUT = {
     "test_step_streams_gpu.py::test_closing_waits_for_what_is_queued": _SLEEPS,
     "test_runner_graphs_gpu.py::test_drafts_of_graphs[shape1]": "counts the drafts that the model accepts",
     "test_step_settings_gpu.py::test_times_are_the_devices_own": "compares times of the device and of the host",
-    "test_moe_transports_gpu.py::test_results": _COUNTS,
-    "test_moe_transports_gpu.py::test_the_host_waits_for_counts_at_most[torch_dist]": _COUNTS,
-    "test_moe_chunks_gpu.py::test_eager": _COUNTS,
+    "test_moe_gpu.py::test_results": _COUNTS,
+    "test_moe_gpu.py::test_the_host_waits_for_counts_at_most[torch_dist]": _COUNTS,
+    "test_moe_gpu.py::test_eager": _COUNTS,
     "test_moe_signals.py::test_a_device_tells_the_host": _NUMBERS,
     "test_moe_signals.py::test_the_copy_runs_beside_the_projection": _SLEEPS,
     "test_moe_signalled_gpu.py::test_on_a_gpu_the_layer_is_right_and_the_copy_runs_beside_the_projection": _PROFILE,
 }
 """Test, as `file::test` or `file::test[parameters]`, and why it says nothing here."""
 UNTIL_NUMBERS = {
-    "test_moe_chunks_gpu.py::test_captured": "captures and replays a layer, then looks at the norm of what it computed",
+    "test_moe_gpu.py::test_captured": "captures and replays a layer, then looks at the norm of what it computed",
     "test_kernels_once.py::test_once": "compiles, loads and launches a kernel, then looks at numbers by itself",
 }
 """Tests that run until their first assertion; every other error is one."""
