@@ -1,46 +1,15 @@
-"""Settings of the checkpoint, and the names of transports, vLLM's included."""
+"""Settings of the checkpoint, and of the tool calls and the reasoning in its answers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from model_runner.parallel import AUTO
-from moe import all2all_backends
 from serving.arguments.fields import Flag, Group
-from serving.options.flags.fields import Positive, also
-from ubatch import nearest
-from ubatch.errors import shown
-
-TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # its flag is --emulated-link
-_OTHER_NAMES = {"naive": "allgather_reducescatter"}
-"""vLLM's name -> the name here; both send every token to every rank."""
-_NOT_HERE = {
-    "pplx": "deepep_low_latency",
-    "flashinfer_all2allv": "torch_dist",
-    "mori": "deepep_high_throughput",
-    "mori_high_throughput": "deepep_high_throughput",
-    "mori_low_latency": "deepep_low_latency",
-}
-"""vLLM's name of a transport that is not here -> the one to use instead."""
-
-
-def _transport(name: str | None) -> str | None:
-    """The transport's name here, from that name or vLLM's."""
-    if name in _NOT_HERE:
-        raise ValueError(f"{name} is not here; use {_NOT_HERE[name]}")
-    known = (AUTO, *all2all_backends())
-    if name is None or ":" in name:  # "package.module:Class", which need not be registered
-        return name
-    if name not in known and name not in _OTHER_NAMES:
-        raise ValueError(f"unknown all2all back end {shown(name)}{nearest(name, known)}")
-    return _OTHER_NAMES.get(name, name)
-
-
-TransportName = Annotated[str | None, AfterValidator(_transport)]
-"""Name of the transport that carries tokens to their experts; vLLM's names are accepted, too."""
+from serving.options.flags.fields import Positive, also, one_of
+from serving.turns import REASONING_PARSERS, TOOL_PARSERS
 
 
 class Model(Group):
@@ -75,4 +44,21 @@ class Model(Group):
     )
     allow_long_max_model_len: bool = Field(
         False, description="--max-model-len may exceed the checkpoint's, beyond which outputs may be nonsense"
+    )
+
+
+class Turns(Group):
+    """Tool calls and reasoning in the answers of chats."""
+
+    enable_auto_tool_choice: bool = Field(
+        False, description="the model decides whether to call tools, where a request leaves it to it (tool_choice auto)"
+    )
+    tool_call_parser: Annotated[
+        str | None, one_of(TOOL_PARSERS), Flag(default="with --enable-auto-tool-choice, what the chat template shows")
+    ] = Field(None, description=f"the form of the model's calls: {', '.join(TOOL_PARSERS)}")
+    reasoning_parser: Annotated[
+        str | None, one_of(REASONING_PARSERS), Flag(default="none; openai_gptoss where the chat template is harmony's")
+    ] = Field(None, description=f"separate reasoning from content: {', '.join(REASONING_PARSERS)}")
+    exclude_tools_when_tool_choice_none: bool = Field(
+        False, description="do not show tools to the model where it may not call them (tool_choice none)"
     )

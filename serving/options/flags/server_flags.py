@@ -21,6 +21,7 @@ from serving.balance.load_file import KEEP
 from serving.engine.options import RestartLimits
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
+    TRANSPORTS,
     ApiKey,
     Balance,
     ExpertsName,
@@ -29,12 +30,12 @@ from serving.options.flags.fields import (
     Names,
     Positive,
     TokensAutoOff,
+    TransportName,
     Words,
     also,
     one_of,
     parse_bytes,
 )
-from serving.options.flags.model_flags import TRANSPORTS, TransportName
 from serving.scheduler import SchedulerConfig
 from ubatch import SCHEDULES, SplitBy, UBatchConfig
 from ubatch.schedules import MAX_LANES

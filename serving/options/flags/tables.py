@@ -15,7 +15,7 @@ from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from serving.arguments.fields import Flag, Group
-from serving.options.flags.model_flags import Model
+from serving.options.flags.model_flags import Model, Turns
 from serving.options.flags.server_flags import (
     ALIASES,
     Attention,
@@ -30,7 +30,6 @@ from serving.options.flags.server_flags import (
     Server,
     Speculation,
 )
-from serving.options.flags.turn_flags import Turns
 
 _FLAG_NAMES = {"named_model": "model"}
 """Flag -> setting, where their names differ."""

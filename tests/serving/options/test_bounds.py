@@ -55,7 +55,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_sizes_are_checked_before_anything_is_measured(
     command: str, words: list[str], what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("serving.options.derived.choose_dtype")
+    monkeypatch.delattr("serving.options.resolve.choose_dtype")
     if command != "tune":
         words = [*words, "--enable-expert-parallel"]
     if command == "generate":

@@ -16,9 +16,9 @@ from moe.balance import EplbConfig
 from serving.engine import EngineOptions
 from serving.engine.wire.agreement import describe_shape, require_same_shape
 from serving.options import resolve_keywords, to_engine_options
-from serving.options.command_line import read_layers
 from serving.options.flags.tables import SERVE
 from serving.options.resolve import resolve_settings
+from serving.options.sources import read_layers
 from ubatch import ConfigError
 
 EP = {"data_parallel_size": 2, "enable_expert_parallel": True, "log_level": "warning"}

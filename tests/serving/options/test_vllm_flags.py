@@ -8,12 +8,10 @@ import pytest
 from repository import ROOT
 
 from serving.options import SERVE, read_layers
-from serving.options.command_line import _hint
-from serving.options.flags.foreign import FOREIGN
-from serving.options.flags.not_offered import NOT_NEEDED, NOT_OFFERED
+from serving.options.flags.foreign import FOREIGN, NOT_NEEDED, NOT_OFFERED
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import Own
-from serving.options.sources import read_keywords
+from serving.options.sources import _hint, read_keywords
 from ubatch import ConfigError
 
 _LIST = (ROOT / "tests" / "support" / "vllm_serve_flags.txt").read_text(encoding="utf-8")
