@@ -15,16 +15,21 @@ from tqdm import tqdm
 from model_runner import RequestError
 from serving.balance import ExpertBalance
 from serving.engine.offline import OfflineEngine, make_offline_engine
-from serving.offline.conversations import ChatOptions, Message, conversation_text, conversations_in
 from serving.offline.engine_args import EngineArgs
-from serving.offline.front import AnyParams, Former, refuse_adapters
-from serving.offline.jobs import Job
+from serving.offline.front import AnyParams, Former, FrontOptions, refuse_adapters
 from serving.offline.metrics import Metric, read_metrics
 from serving.offline.not_offered import not_offered
 from serving.offline.opening import Opened, close_when_forgotten, opened, opened_settings, profile_path
-from serving.offline.options import FrontOptions
-from serving.offline.outputs import CompletionOutput, RequestOutput
-from serving.offline.prompts import Prompt, ReadPrompt, read_prompts
+from serving.offline.outputs import CompletionOutput, Job, RequestOutput
+from serving.offline.prompts import (
+    ChatOptions,
+    Message,
+    Prompt,
+    ReadPrompt,
+    conversation_text,
+    conversations_in,
+    read_prompts,
+)
 from serving.offline.sampling_params import SamplingParams
 from serving.options import Settings
 from serving.requests import EngineStatistics

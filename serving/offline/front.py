@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,8 +18,8 @@ import model_runner
 from model_runner import RequestError
 from serving.engine.client import EngineInfo
 from serving.generation_config import request_defaults
-from serving.offline.jobs import Job, RunningOutput
-from serving.offline.options import FrontOptions
+from serving.offline.engine_args import EngineArgs
+from serving.offline.outputs import Job, RunningOutput
 from serving.offline.prompts import Prompt, ReadPrompt, read_prompt
 from serving.offline.sampling_params import NO_LIMIT, SamplingParams
 from serving.requests import RequestInput
@@ -35,6 +35,22 @@ if TYPE_CHECKING:
 
 AnyParams: TypeAlias = SamplingParams | model_runner.SamplingParams
 _TOKENIZATION = ("add_special_tokens", "truncate_prompt_tokens")
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """Options that no engine sees. See `EngineArgs`.
+
+    Attributes:
+        profile_folder: where `stop_profile` writes if its caller does not say; None for a new folder.
+    """
+
+    skip_tokenizer_init: bool = False
+    seed: int | None = 0
+    max_logprobs: int = EngineArgs.max_logprobs
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    profile_folder: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import serving.llm
 from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, generate
 from serving import LLM
 from serving import SamplingParams as UserParams
-from serving.offline.jobs import RunningOutput
+from serving.offline.outputs import RunningOutput
 from serving.requests import RequestInput, RequestOutput
 from serving.text.detokenizer import TextStream
 from ubatch import ConfigError, UBatchError

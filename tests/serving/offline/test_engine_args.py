@@ -17,15 +17,16 @@ import serving.engine.launch as launch
 from serving import LLM, AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from serving.engine.launch import LocalEngines, refuse_unguarded_main
 from serving.engine.liveness import start_error
-from serving.offline.front import Front
-from serving.offline.not_offered import OPTIONS
-from serving.offline.options import _DONE, FrontOptions, resolve_options
+from serving.offline.front import Front, FrontOptions
+from serving.offline.not_offered import refusals
+from serving.offline.opening import _DONE, resolve_options
 from serving.options import GENERATE, SERVE
 from serving.options.flags.server_flags import ALIASES
 from ubatch import ConfigError
 
 NAMES = {each.name for each in fields(EngineArgs)}
-OF_VLLM = {*OPTIONS, *_DONE}
+REFUSED = refusals(EngineArgs)
+OF_VLLM = {*REFUSED, *_DONE}
 CPU = {"device": "cpu"}
 
 
@@ -63,15 +64,14 @@ def test_what_is_the_default_is_not_given() -> None:
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
-    """None, the default, and those of the table; of all options at once."""
-    defaults = {each.name: each.default for each in fields(EngineArgs)}
-    values = {name: (None, defaults[name], *rule.neutral) for name, rule in OPTIONS.items()}
+    """None, the default, and others; of all options at once."""
+    values = {name: (None, *rule.neutral) for name, rule in REFUSED.items()}
     for turn in range(max(map(len, values.values()))):
         assert given(**{name: several[turn % len(several)] for name, several in values.items()}) == {}
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name, rule in OPTIONS.items() if not {"True", "False"} <= set(map(repr, rule.neutral)))
+    "name", sorted(name for name, rule in REFUSED.items() if not {"True", "False"} <= set(map(repr, rule.neutral)))
 )
 def test_an_option_is_refused_by_a_sentence(name: str) -> None:
     for asks in ("something else", 7, {"a": 1}, [object]):

@@ -33,7 +33,7 @@ from serving import (
 )
 from serving.offline import Counter, Gauge, Histogram, Vector
 from serving.offline.metrics import _read
-from serving.offline.options import resolve_options
+from serving.offline.opening import resolve_options
 from serving.options import to_engine_options
 from ubatch import ConfigError
 

@@ -10,7 +10,7 @@ from repository import TINY_MOE
 
 from serving import generate
 from serving.cli import main
-from serving.offline.options import resolve_options
+from serving.offline.opening import resolve_options
 from serving.options import notes, read_serve_command, to_engine_options
 
 TINY = str(TINY_MOE)

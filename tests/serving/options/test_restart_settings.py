@@ -9,7 +9,7 @@ from repository import TINY_MOE
 from serving import generate
 from serving.engine.offline import make_offline_engine
 from serving.engine.options import RestartLimits
-from serving.offline.options import resolve_options
+from serving.offline.opening import resolve_options
 from serving.options import notes, read_serve_command, to_engine_options
 from ubatch import ConfigError
 
