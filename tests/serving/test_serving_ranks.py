@@ -1,4 +1,4 @@
-"""Ranks on this machine: results, failures, nothing left behind; and cores: one each on a CPU, on a GPU those nearby."""
+"""Ranks on this machine: results, failures, nothing left behind; and cores: one each on a CPU, on a GPU those near."""
 
 from __future__ import annotations
 
