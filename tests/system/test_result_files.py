@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from figures import RESULTS, as_table, table_below
+from figures import RESULTS, check_table
 from repository import ROOT
 
 from serving.workbench.bench.provenance import read_provenance
@@ -22,8 +22,7 @@ def test_every_file_says_at_which_commit_and_by_which_command_it_was_measured() 
     found = {file.stem: read_provenance(file) for file in MEASUREMENTS}
     expected = [[f"`{name}`", f"`{each.command}`", each.commit or ""] for name, each in found.items()]
     assert all(all(row) for row in expected)
-    shown = table_below("| file of `benchmarks/results` | command | measured at |")
-    assert shown == expected, as_table(expected)
+    check_table(expected, "| file of `benchmarks/results` | command | measured at |")
 
 
 def test_make_bench_runs_the_commands_that_wrote_the_files() -> None:
