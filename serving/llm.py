@@ -17,10 +17,9 @@ from serving.balance import ExpertBalance
 from serving.engine.offline import OfflineEngine, make_offline_engine
 from serving.offline.engine_args import EngineArgs
 from serving.offline.front import AnyParams, Former, FrontOptions, refuse_adapters
-from serving.offline.metrics import Metric, read_metrics
 from serving.offline.not_offered import not_offered
 from serving.offline.opening import Opened, close_when_forgotten, opened, opened_settings, profile_path
-from serving.offline.outputs import CompletionOutput, Job, RequestOutput
+from serving.offline.outputs import CompletionOutput, Job, Metric, RequestOutput, read_metrics
 from serving.offline.prompts import (
     ChatOptions,
     Message,

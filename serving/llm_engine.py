@@ -9,10 +9,9 @@ from serving.balance import ExpertBalance
 from serving.engine.offline import OfflineEngine, RequestFailed, make_offline_engine
 from serving.offline.engine_args import EngineArgs
 from serving.offline.front import AnyParams, check_request
-from serving.offline.metrics import Metric, read_metrics
 from serving.offline.not_offered import not_offered
 from serving.offline.opening import close_when_forgotten, opened_args
-from serving.offline.outputs import Job, RequestOutput
+from serving.offline.outputs import Job, Metric, RequestOutput, read_metrics
 from serving.offline.prompts import Prompt
 from serving.requests import RequestOutput as Step
 from ubatch import UBatchError

@@ -78,6 +78,7 @@ def test_a_wheel_needs_no_repository(unpacked: Path, tmp_path: Path) -> None:
         "ubatch/kernels/c_vectors.h",
         "ubatch/kernels/c_tiles.h",
         "ubatch/trace/page.html",
+        "serving/options/flags/foreign.yaml",
         "serving/workbench/planning/constants.yaml",
     )
     for name in (*data, *kernels):

@@ -32,8 +32,8 @@ from serving import (
     TokensPrompt,
 )
 from serving.offline import Counter, Gauge, Histogram, Vector
-from serving.offline.metrics import _read
 from serving.offline.opening import resolve_options
+from serving.offline.outputs import _read
 from serving.options import to_engine_options
 from ubatch import ConfigError
 

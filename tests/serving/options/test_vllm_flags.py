@@ -9,7 +9,7 @@ from repository import ROOT
 
 from serving.cli import COMMANDS
 from serving.options import SERVE, read_layers
-from serving.options.flags.foreign import FOREIGN, NOT_NEEDED, NOT_OFFERED
+from serving.options.flags.foreign import foreign_flags
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import Own
 from serving.options.sources import _hint, read_keywords
@@ -52,8 +52,7 @@ def test_a_flag_that_is_not_here_says_what_to_do(flag: str) -> None:
 
 
 def test_no_row_is_a_flag_of_ours_and_none_is_in_two_tables() -> None:
-    tables = (FOREIGN, NOT_NEEDED, NOT_OFFERED)
-    names = [name for table in tables for name in table]
+    names = [name for table in foreign_flags().values() for name in table]
     assert len(names) == len(set(names))
     assert set(names) & {*SERVE.flags, *SERVE.settings} == set()
     assert set(names) & ALIASES.keys() <= {"named_model"}
@@ -82,7 +81,7 @@ def test_vllms_names_of_values() -> None:
     [
         ("kv_cache_memory_bytes", "; use kv_cache_memory."),
         ("disable_radix_cache", "; use enable_prefix_caching=False."),
-        ("disable_log_stats", f": leave it out, {NOT_NEEDED['disable_log_stats']}."),
+        ("disable_log_stats", f": leave it out, {foreign_flags()['NOT_NEEDED']['disable_log_stats']}."),
         ("swap_space", "use more ranks, or kv_cache_memory for a smaller cache."),
     ],
 )
