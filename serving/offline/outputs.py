@@ -289,7 +289,7 @@ class Job:
         )
 
 
-# -- the engines' metrics as `LLM.get_metrics` returns them: vLLM's classes and names -----------------------------------
+# -- the engines' metrics as `LLM.get_metrics` returns them: vLLM's classes and names ----------------------------------
 
 
 @dataclass(frozen=True)
