@@ -31,12 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class _Aborted:
-    """`AsyncLLM.abort` was called."""
-
-
-_News = tuple[int, Step] | Exception | _Aborted
-"""An output's index and what a step gave it; or why nothing more comes."""
+_News = tuple[int, Step] | Exception | None
+"""An output's index and what a step gave it; or why nothing more comes, None if `AsyncLLM.abort` was called."""
 
 
 class AsyncLLM:
@@ -121,7 +117,7 @@ class AsyncLLM:
         """End a request, or several; each yields what it has, with the finish reason `abort`. Others are ignored."""
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
             if (stream := self._running.get(each)) is not None:
-                stream.put(_Aborted())
+                stream.put(None)
 
     # -- what is seen -------------------------------------------------------------------------------------------
 
@@ -227,7 +223,7 @@ class _Stream:
             match news:
                 case Exception():
                     raise news
-                case _Aborted():
+                case None:
                     job.abort()
                     changed.update(range(len(job.outputs)))
                 case index, step:

@@ -54,10 +54,7 @@ _BENCHMARKS = {
     ),
     "serve": ("server.serve", "a load on an OpenAI-compatible server: latency and throughput"),
     "abuse": ("server.abuse", "a server under attack during a steady load: checks that it keeps serving"),
-    "faults": (
-        "faults",
-        "engines that are killed, hang or fail: checks that requests go on; what a restart costs",
-    ),
+    "faults": ("faults", "engines that are killed, hang or fail: checks that requests go on; what a restart costs"),
     "eplb": ("eplb", "what balanced experts gain on ranks with skewed routers, and what counting their load costs"),
     "fairness": ("server.fairness", "how much long prompts delay decoding requests, and what a limit costs"),
     "link": ("link", "settings of overlap over a real link between two servers; needs root"),

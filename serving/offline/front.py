@@ -85,7 +85,9 @@ class Front:
 
     def __init__(self, model: Path, tokenizer: Any, options: FrontOptions, *, priorities: bool) -> None:
         self.tokenizer = tokenizer
-        self.defaults = _defaults(model, options)
+        names = ("generation_config", "override_generation_config")
+        given = str(options.generation_config), options.override_generation_config
+        self.defaults = request_defaults(model, *given, names=names)
         self._vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer)
         self._grammars = None if tokenizer is None else GrammarChecks(lambda: tokenizer)
         self._max_logprobs = options.max_logprobs
@@ -346,9 +348,3 @@ def _truncated(token_ids: list[int], most: int, engines: model_runner.SamplingPa
     if most == -1:
         most = max(1, context - (1 if engines.max_tokens == NO_LIMIT else engines.max_tokens))
     return token_ids[-most:]
-
-
-def _defaults(model: Path, options: FrontOptions) -> dict[str, Any]:
-    """The default sampling parameters: the checkpoint's, or those of another folder, and what overrides them."""
-    names = ("generation_config", "override_generation_config")
-    return request_defaults(model, str(options.generation_config), options.override_generation_config, names=names)

@@ -1,7 +1,7 @@
 """The settings of the commands: tables, read from the command line, a file, the environment, or keywords.
 
 flags, model_flags      the settings: names, types, defaults, help
-tables, commands        each command's settings, shared and its own
+tables                  each command's settings, shared and its own
 foreign                 other systems' names for them, and what is not offered of theirs
 sources                 command line over environment over file over default, and where each value came from
 checks                  contradictions between settings; `speculation` has those about drafts
@@ -10,8 +10,7 @@ resolve                 all of these steps, the folders of checkpoints, and what
 """
 
 from serving.options.checks import notes
-from serving.options.flags.commands import GENERATE, TRACE, TUNE
-from serving.options.flags.tables import SERVE, Table
+from serving.options.flags.tables import GENERATE, SERVE, TRACE, TUNE, Table
 from serving.options.resolve import (
     Command,
     fetch_checkpoints,

@@ -19,10 +19,9 @@ from serving.arguments.fields import Group, WrongValue, nearest_alone
 from serving.arguments.parser import nearest_flag, parse
 from serving.engine.options import AUTO_DTYPE
 from serving.hub import Located
-from serving.options.flags.commands import COMMANDS
 from serving.options.flags.foreign import foreign_hint
 from serving.options.flags.server_flags import ALIASES
-from serving.options.flags.tables import SERVE, Own, Table
+from serving.options.flags.tables import COMMANDS, SERVE, Own, Table
 from ubatch import ConfigError, nearest
 from ubatch.errors import cut, shown
 from ubatch.process import read_yaml

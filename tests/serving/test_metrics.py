@@ -63,12 +63,7 @@ ubatch:request_mean_accepted_length
 """
 """What dashboards ask for; a new metric need not be here."""
 CACHE = "vllm:cache_config_info"
-RESTARTED = {
-    "ubatch:engine_restarts",
-    "ubatch:engines_paused",
-    "ubatch:requests_resumed",
-    "ubatch:requests_poisonous",
-}
+RESTARTED = {"ubatch:engine_restarts", "ubatch:engines_paused", "ubatch:requests_resumed", "ubatch:requests_poisonous"}
 BALANCE = {"ubatch:eplb_balancedness", "ubatch:eplb_rank_tokens", "ubatch:eplb_window_steps"}
 MOVES = {f"ubatch:eplb_{name}" for name in ("rearrangements", "moves_failed", "layers_moved", "bytes_moved", "moving")}
 DASHBOARDS = ROOT / "tests" / "support" / "vllm_dashboards.txt"

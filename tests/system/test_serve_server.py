@@ -51,8 +51,7 @@ def nothing(client: Any, died: asyncio.Future[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "drain_timeout_s", "left"),
-    [(finish, 600.0, 0), (die, 600.0, 1), (nothing, 0.1, 1)],
+    ("happens", "drain_timeout_s", "left"), [(finish, 600.0, 0), (die, 600.0, 1), (nothing, 0.1, 1)]
 )
 async def test_draining_ends(
     happens: Callable[[Any, asyncio.Future[Any]], None], drain_timeout_s: float, left: int

@@ -65,6 +65,8 @@ ApiKey = Annotated[str | None, AfterValidator(_check_key)]
 """A key that clients send as `Authorization: Bearer`, in UTF-8."""
 
 Positive = Annotated[int, Field(ge=1)]
+FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""Takes a list for a tuple, as YAML has no tuples."""
 
 
 def _read_off(value: Any, info: ValidationInfo) -> Any:

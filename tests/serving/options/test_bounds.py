@@ -14,7 +14,7 @@ from repository import ROOT, TINY_MOE
 
 from serving.cli import main
 from serving.options import describe_settings, read_layers, resolve_settings, to_engine_options
-from serving.options.flags.commands import COMMANDS
+from serving.options.flags.tables import COMMANDS
 from ubatch import ConfigError, UBatchConfig, UBatchError
 from ubatch.errors import cut, nearest, shown
 from ubatch.process.yaml_file import read_yaml

@@ -141,7 +141,7 @@ def get_code(loader, name):
 SourceFileLoader.get_code = get_code
 
 from serving.options import merge, resolve_settings, read_layers, SERVE, to_engine_options
-from serving.options.flags.commands import COMMANDS
+from serving.options.flags.tables import COMMANDS
 from serving.options.overlap import overlap_config
 from ubatch import UBatchConfig
 
