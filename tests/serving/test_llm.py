@@ -252,13 +252,6 @@ def test_a_stop_token_is_the_last_token_and_no_text(llm: LLM, reference: list[tu
     assert only.text == llm.tokenizer.decode(only.token_ids[:-1])
 
 
-def test_shared_prompts_come_from_the_cache(llm: LLM) -> None:
-    prompt = list(range(100, 164))
-    first, second = (llm.generate(prompt, SamplingParams(max_tokens=4))[0] for _ in range(2))
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
-    assert first.outputs == second.outputs
-
-
 @pytest.mark.slow
 def test_threads_that_generate_at_the_same_time_get_what_they_get_alone(
     llm: LLM, reference: list[tuple[int, ...]]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import re
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from served import signals_kept
 from torch.distributed import HashStore
 
 import serving.engine.launch as launch
@@ -35,7 +35,6 @@ from serving.engine.wire.secret import read_secret
 from ubatch import UBatchError
 
 Effects = dict[str, Any]
-__all__ = ["EFFECTS", "as_text"]
 
 
 class Enough(Exception):
@@ -97,17 +96,6 @@ def _of_ranks(seen: Seen, options: EngineOptions) -> None:
         launch.LocalEngines(options, place, build.warm_up)  # type: ignore[arg-type]
 
 
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """A server leaves both signals to end its process, which here is that of the tests."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def of_serve(words: Sequence[str]) -> Effects:
     """Of `ubatch serve`, up to the point where uvicorn would run."""
     seen = Seen()
@@ -136,7 +124,7 @@ def of_serve(words: Sequence[str]) -> Effects:
         mock.patch.object(server, "make_asgi_app"),
         mock.patch.object(server, "create_app", seen.note("app", mock.MagicMock())),
         mock.patch.object(server, "connection_protocol", seen.note("connections", then=Enough)),
-        _signals_kept(),
+        signals_kept(),
         pytest.raises(Enough),
     ):
         serve.run(command)

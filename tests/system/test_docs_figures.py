@@ -1,6 +1,6 @@
 """Every table of figures in the documents is that of files in `benchmarks/results`; other figures are not measured.
 
-`docs_figures.yaml` has the rows of one figure each.
+`docs_figures.yaml` has the rows of one figure each. Every file says when and how it was measured.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from figures import (
     GPU,
     MEASURED,
     README,
+    RESULTS,
     Figures,
     as_table,
     check_rows,
@@ -30,6 +31,7 @@ from figures import (
 )
 from repository import ROOT
 
+from serving.workbench.bench.provenance import read_provenance
 from serving.workbench.bench.statistics import paired
 from serving.workbench.planning.constants import load_constants
 
@@ -283,3 +285,30 @@ def test_no_other_figure_is_in_a_document(document: Path) -> None:
         if FIGURE.search(line) and not compared and not any(part in line for part in allowed):
             found.append(f"{document.name}:{number}: {line}")
     assert not found, "\n".join(found)
+
+
+# -- the files themselves ----------------------------------------------------------------------------------------------
+
+
+MEASUREMENTS = [
+    file
+    for file in sorted(RESULTS.glob("*.json"), key=lambda file: file.stem)
+    if file.name not in ("stub-cuda.json", "gpu.json", "gpu-tests.json")
+]
+"""Without the counts over a device that computes nothing, and those of a GPU, whose sections each have their commit."""
+
+
+def test_every_file_says_at_which_commit_and_by_which_command_it_was_measured() -> None:
+    """The page has a row for each; where it differs, put in these."""
+    found = {file.stem: read_provenance(file) for file in MEASUREMENTS}
+    expected = [[f"`{name}`", f"`{each.command}`", each.commit or ""] for name, each in found.items()]
+    assert all(all(row) for row in expected)
+    check_table(expected, "| file of `benchmarks/results` | command | measured at |")
+
+
+def test_make_bench_runs_the_commands_that_wrote_the_files() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    runs = dict(re.findall(r"^\t\$\(BIN\)/(ubatch bench .*) --json \$\(RESULTS\)/(.*)$", makefile, re.MULTILINE))
+    assert {name: command for command, name in runs.items()} == {
+        file.name: read_provenance(file).command for file in MEASUREMENTS
+    }

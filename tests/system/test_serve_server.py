@@ -16,6 +16,7 @@ import pytest
 from api_clients import COMPLETIONS, app_of
 from fake_engine import FakeEngine
 from repository import TINY_MOE
+from served import signals_kept
 
 from serving import server
 from serving.api.sse import COMMENT
@@ -27,7 +28,11 @@ from serving.server import _Serve, _Stop, _unless
 from serving.text.tokenizer import load_tokenizer
 from ubatch import ConfigError
 
-pytestmark = pytest.mark.usefixtures("signals_back")
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    with signals_kept():
+        yield
 
 
 @contextmanager
