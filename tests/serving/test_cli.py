@@ -15,6 +15,7 @@ from statistics import median
 
 import httpx
 import pytest
+from calls import line_of
 from checkpoints import make_qwen3_moe_checkpoint
 from pydantic import ConfigDict
 from repository import ROOT, TINY_MOE
@@ -145,11 +146,7 @@ WRONG = [
 
 @pytest.mark.parametrize("words", WRONG, ids=" ".join)
 def test_a_wrong_call_is_one_plain_line(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    out, error = capfd.readouterr()
-    (line,) = error.splitlines()
-    assert out == ""
-    assert line.startswith(f"ubatch {' '.join(words[: 2 if words[0] == 'bench' else 1])}: ")
+    line = line_of(words, capfd)
     for internal in ("Input should", "Error(", "Traceback", "pydantic", "[type=", "╭", "[/"):
         assert internal not in line
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from calls import words_of
+from calls import line_of, words_of
 from repository import TINY_MOE
 
-from serving.cli import main
 from serving.options import GENERATE, TUNE, resolve, resolve_settings
 from serving.options.sources import read_keywords
 from ubatch import ConfigError
@@ -120,21 +119,9 @@ KEYWORDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def line_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a wrong call prints."""
-    assert main(words) == 2
-    out, error = capsys.readouterr()
-    (line,) = error.splitlines()
-    assert out == ""
-    assert line.startswith(f"ubatch {words[0]}: ")
-    return line
-
-
 @pytest.fixture(autouse=True)
 def _nothing_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for variable in ("UBATCH_API_KEY", "VLLM_ALL2ALL_BACKEND"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[:80])

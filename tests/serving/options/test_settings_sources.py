@@ -20,12 +20,6 @@ from ubatch import ConfigError
 TINY = str(TINY_MOE)
 
 
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("UBATCH_API_KEY", "VLLM_ALL2ALL_BACKEND"):
-        monkeypatch.delenv(variable, raising=False)
-
-
 def from_file(tmp_path: Path, text: str) -> Any:
     file = tmp_path / "settings.yaml"
     file.write_text(text)
