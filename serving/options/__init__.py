@@ -1,6 +1,6 @@
 """The settings of the commands: tables, read from the command line, a file, the environment, or keywords.
 
-flags, model_flags      the settings: names, types, defaults, help
+flags                   the settings: names, types, defaults, help
 tables                  each command's settings, shared and its own
 foreign                 other systems' names for them, and what is not offered of theirs
 sources                 command line over environment over file over default, and where each value came from
