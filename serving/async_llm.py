@@ -184,9 +184,7 @@ class AsyncLLM:
         self._closing()
 
     if not TYPE_CHECKING:  # for editors the names that are not offered are not there
-
-        def __getattr__(self, name: str) -> Any:
-            raise not_offered("AsyncLLM", name)
+        __getattr__ = not_offered
 
 
 class _Stream:

@@ -324,9 +324,7 @@ class LLM:
         return self._engine
 
     if not TYPE_CHECKING:  # for editors the names that are not offered are not there
-
-        def __getattr__(self, name: str) -> Any:
-            raise not_offered("LLM", name)
+        __getattr__ = not_offered
 
 
 def _serve(engine: OfflineEngine, jobs: Sequence[Job], use_tqdm: _Progress) -> None:

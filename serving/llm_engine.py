@@ -153,6 +153,4 @@ class LLMEngine:
         return self._engine
 
     if not TYPE_CHECKING:  # for editors the names that are not offered are not there
-
-        def __getattr__(self, name: str) -> Any:
-            raise not_offered("LLMEngine", name)
+        __getattr__ = not_offered

@@ -75,8 +75,9 @@ class NotOffered(UBatchError, AttributeError):
     """An attribute that vLLM has and this project has not; the message says why, or what to use."""
 
 
-def not_offered(kind: str, name: str) -> AttributeError:
-    """The error for an attribute that a class has not."""
+def not_offered(owner: object, name: str) -> Any:
+    """The `__getattr__` of a class: raises the error for an attribute that it has not."""
+    kind = type(owner).__name__
     if name in METHODS:
-        return NotOffered(f"{kind}.{name} is not offered: {METHODS[name]}.")
-    return AttributeError(f"{kind!r} object has no attribute {name!r}")
+        raise NotOffered(f"{kind}.{name} is not offered: {METHODS[name]}.")
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}")
