@@ -79,7 +79,7 @@ class LLM:
 
     @_takes(EngineArgs)
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._open(opened(model, options))
+        self._open(opened(model, **options))
 
     @classmethod
     def from_settings(cls, settings: Settings) -> LLM:
@@ -95,7 +95,7 @@ class LLM:
         self._one_at_a_time = threading.RLock()  # re-entrant: a signal handler may call `close` during a call
         engine = make_offline_engine(self.options)
         self._engine: OfflineEngine | None = engine  # None once closed
-        self._closing = close_when_forgotten(self, engine)
+        self._closing = close_when_forgotten(self, engine.close)
 
     # -- generation ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What offline use is made of: vLLM's names over this project's engines. `serving.llm` and `serving.async_llm` use it.
+"""What offline use is made of: vLLM's names over this project's engines. `serving.llm` and `serving.llm_engine` use it.
 
 sampling_params  what a caller asks for, with vLLM's fields and defaults
 outputs          what a caller gets; a prompt that runs, from the engine's steps to an output; metrics

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -93,7 +94,7 @@ class Front:
         self._max_logprobs = options.max_logprobs
         self._priorities = priorities
         self._streamed = itertools.count()
-        self._seeds = None if options.seed is None else random.Random(options.seed)
+        self._fresh_seed = None if options.seed is None else partial(random.Random(options.seed).getrandbits, 63)
 
     def default_params(self) -> SamplingParams:
         """The checkpoint's sampling parameters, and `SamplingParams`' for the rest."""
@@ -278,15 +279,14 @@ class Front:
         several = []
         for index in range(count):
             own = dict(changes)
-            if not base.greedy and (seed := self._seed() if base.seed is None else base.seed + index) != base.seed:
-                own["seed"] = seed
+            if base.seed is None and not base.greedy and self._fresh_seed is not None:
+                own["seed"] = self._fresh_seed()
+            elif base.seed is not None and index:
+                own["seed"] = base.seed + index
             if index and base.prompt_logprobs is not None:
                 own["prompt_logprobs"] = None
             several.append(replace(base, **own) if own else base)
         return several
-
-    def _seed(self) -> int | None:
-        return None if self._seeds is None else self._seeds.getrandbits(63)
 
     def _text(
         self, token_ids: Sequence[int], given: SamplingParams | None, params: model_runner.SamplingParams

@@ -7,11 +7,11 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from model_runner import MAX_TOP_LOGPROBS
 from serving.engine.launch import refuse_unguarded_main
@@ -46,17 +46,10 @@ _RANKS = "VLLM_DP_SIZE"
 _OF_SERVER = SERVE.settings.keys() - GENERATE.settings.keys() - EngineArgs.__dataclass_fields__.keys()
 
 
-_DONE = frozenset(
-    {"skip_tokenizer_init", "seed", "max_logprobs", "generation_config", "override_generation_config"}
-    | {"speculative_config", "profiler_config", "kv_cache_memory_bytes", "async_scheduling"}
-)
-"""Options of vLLM that are no settings of `ubatch serve` by these names."""
 _SAME = {"kv_cache_memory_bytes": "kv_cache_memory", "async_scheduling": "overlap_schedule"}
 """vLLM's option -> the setting."""
-
-
-class _Closes(Protocol):
-    def close(self) -> None: ...
+_DONE = {*FrontOptions.__dataclass_fields__, *_SAME, "speculative_config", "profiler_config"} - {"profile_folder"}
+"""Options of vLLM that are no settings of `ubatch serve` by these names."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Opened:
     profile_folder: Path | None
 
 
-def opened(model: str | Path, options: Mapping[str, Any]) -> Opened:
+def opened(model: str | Path, **options: Any) -> Opened:
     """From a caller's options; notes are logged.
 
     Raises:
@@ -88,12 +81,6 @@ def opened(model: str | Path, options: Mapping[str, Any]) -> Opened:
     return opened_settings(settings, front)
 
 
-def opened_args(args: EngineArgs) -> Opened:
-    """As `opened`."""
-    options = dict(vars(args))
-    return opened(options.pop("model"), options)
-
-
 def opened_settings(settings: Settings, front: FrontOptions) -> Opened:
     """From settings whose notes were told."""
     options = to_engine_options(settings)
@@ -105,9 +92,9 @@ def opened_settings(settings: Settings, front: FrontOptions) -> Opened:
     return Opened(options, made, front.profile_folder)
 
 
-def close_when_forgotten(owner: _Owner, engine: _Closes) -> weakref.finalize[[], _Owner]:
-    """Close the engine once nobody has its owner any more, as scripts write `del llm`; or earlier, by a call."""
-    closing = weakref.finalize(owner, engine.close)
+def close_when_forgotten(owner: _Owner, close: Callable[[], object]) -> weakref.finalize[[], _Owner]:
+    """Close an engine once nobody has its owner any more, as scripts write `del llm`; or earlier, by a call."""
+    closing = weakref.finalize(owner, close)
     closing.atexit = False
     return closing
 
