@@ -42,7 +42,7 @@ from serving.api.request_log import RequestLog
 from serving.engine.client import EngineClient
 from serving.engine.launch import EngineMain
 from serving.engine.rank.process import run_engine
-from serving.engine.run_folder import RunFolder
+from serving.engine.wire.stores import RunFolder
 from serving.engine_metrics import show_balance, show_cache, show_moves, show_restarts
 from serving.fork_server import kill_server
 from serving.generation_config import request_defaults

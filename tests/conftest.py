@@ -214,7 +214,7 @@ def pytest_make_collect_report(
     call = getattr(report, "call", None)
     error = call.excinfo.value.__cause__ if report.failed and call is not None and call.excinfo is not None else None
     config = collector.config
-    lenient = config.option.markexpr == "gpu" or config.pluginmanager.hasplugin("serving.workbench.gpu.pytest_lines")
+    lenient = config.option.markexpr == "gpu" or config.pluginmanager.hasplugin("serving.workbench.gpu.checks")
     if lenient and isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if _is_foreign(package):

@@ -28,7 +28,6 @@ import msgspec
 from model_runner import FinishReason, RequestError, fresh_seed
 from moe import ExpertPlacement
 from serving.balance import Balancer, ExpertBalance, LoadBook
-from serving.engine.blame import Blame
 from serving.engine.launch import EngineMain, require_descriptors
 from serving.engine.options import EngineOptions
 from serving.engine.profiles import Profiles
@@ -36,7 +35,7 @@ from serving.engine.rank.process import run_engine
 from serving.engine.restarts import Pause
 from serving.engine.routing import RequestStream, Router
 from serving.engine.runs import EngineRuns
-from serving.engine.suspects import Suspects
+from serving.engine.suspects import Blame, Suspects
 from serving.engine.wire import messages as wire
 from serving.logs import log_event
 from serving.requests import (
@@ -129,8 +128,8 @@ class EngineClient:
         if self.balancer is not None:
             self.balancer.close()
         await self._runs.close(timeout_s)
-        if self._load_file is not None and self.loads is not None and self.loads.file is not None:
-            self.loads.file.end()
+        if self._load_file is not None and self.loads is not None:
+            self.loads.end()
             await self._load_file
         for future in (self._died, self._finished):
             future.cancel()
@@ -364,8 +363,7 @@ class EngineClient:
         placement = first.placement(options.step_size)
         if self.loads is None and placement is not None:
             self.loads = LoadBook(placement, options.expert_load_out, options.eplb_config.window_size)
-            if self.loads.file is not None:
-                self._load_file = asyncio.create_task(self.loads.file.keep())
+            self._load_file = asyncio.create_task(self.loads.keep())
             if options.enable_eplb:
                 link = None if options.emulated_link is None else options.emulated_link[1] * 1e6
                 how = first.expert_bytes, link, options.nnodes

@@ -14,10 +14,9 @@ from multiprocessing.process import current_process
 from threading import Event
 from typing import TypeAlias
 
-from serving.engine.kept import KeptOfRank
+from serving.engine.kept import KeptOfRank, clear_steps, read_steps
 from serving.engine.options import EngineOptions
 from serving.engine.restarts import RestartReason
-from serving.engine.step_record import clear_steps, read_steps
 from serving.engine.wire.messages import Failed, RankFound
 from serving.engine.wire.rendezvous import Place
 from serving.fork_server import ForkedProcess

@@ -18,9 +18,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import wait
 from threading import current_thread, main_thread
 from typing import Self
@@ -33,7 +34,6 @@ from serving.engine.liveness import WatchedTime, node_beat_s, node_silent_s
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import run_engine
 from serving.engine.restarts import RestartReason
-from serving.engine.run_folder import RunFolder
 from serving.engine.wire.agreement import node_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Failed, NodeAlive, NodeFound, NodeHeard
@@ -48,6 +48,7 @@ from serving.engine.wire.rendezvous import (
     join_run,
     post_node,
 )
+from serving.engine.wire.stores import RunFolder
 from serving.fork_server import CannotFork
 from serving.logs import log_event
 from serving.network import warn_of_loopback
@@ -121,7 +122,7 @@ def _run_once(
         link = EngineLink(run.address, node_identity(options.node_rank).decode(), run.curve)
         ending.callback(link.close)
         told.listen()
-        engines = _start(options, link, told, place, engine_main, kept)
+        engines = _start(partial(LocalEngines, options, place, engine_main, kept), options, link, told)
         if engines is None:
             return _told_to_end(options, link, told, options.local_ranks.start)
         ending.callback(engines.kill)
@@ -129,17 +130,12 @@ def _run_once(
 
 
 def _start(
-    options: EngineOptions,
-    link: EngineLink,
-    told: _Told,
-    place: Place,
-    engine_main: EngineMain,
-    kept: Mapping[int, KeptOfRank],
+    start: Callable[[threading.Event], LocalEngines], options: EngineOptions, link: EngineLink, told: _Told
 ) -> LocalEngines | None:
     """Start the ranks, which may take seconds, while node 0 waits for signs of life; None if told to end meanwhile."""
     abandoned = threading.Event()
     with futures.ThreadPoolExecutor(1) as starting:
-        started = starting.submit(LocalEngines, options, place, engine_main, kept, abandoned)
+        started = starting.submit(start, abandoned)
         while not futures.wait([started], node_beat_s(options.dbo.timeout_s)).done:
             link.send(NodeAlive(options.node_rank))
             if told.number:

@@ -113,8 +113,7 @@ class InProcessEngine:
             return
         for news in self._core.loads.news(now=now):
             self._loads.add(0, *news)
-        if self._loads.file is not None:
-            self._loads.file.tick()
+        self._loads.tick()
 
     def balance(self) -> ExpertBalance | None:
         """The experts' load over the last steps, as last reported; None for a dense model."""
@@ -144,8 +143,8 @@ class InProcessEngine:
     def close(self) -> None:
         """End the engines, and free the model."""
         self._take_loads(now=True)
-        if self._loads is not None and self._loads.file is not None:
-            self._loads.file.write()
+        if self._loads is not None:
+            self._loads.write()
         self._core.close()
         self._runner.close()
 

@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from serving.engine.blame import Blame, blame
 from serving.engine.kept import KeptOfRank
 from serving.engine.launch import EngineMain
 from serving.engine.liveness import dead_error, start_error
 from serving.engine.options import EngineOptions
 from serving.engine.restarts import Pause, RestartBudget, RestartReason
 from serving.engine.run import EngineRun, RunFailed
+from serving.engine.suspects import Blame, blame
 from serving.engine.wire import messages as wire
 from serving.logs import log_event
 from serving.network import numeric_address

@@ -2,11 +2,11 @@
 
 config         settings
 scheduler      `Scheduler`: add, abort; schedule, advance, process
-request        the scheduler's state of a request; a planned step
-admission      the waiting queue, shared prefixes, KV kept free, what can never be served
+request        the scheduler's state of a request; a planned step; what can never be served
+prefills       the prompts of a step: the split one, and new ones, which are admitted; shared prefixes, KV kept free
+waiting        the queue of waiting requests
 kv_manager     blocks, rows and the prefix cache
-radix_cache    the prefix cache: a tree of pages; `radix_node` has its nodes
-snapshots      whose the snapshots of recurrent states are
+radix_cache    the prefix cache: a tree of pages, and whose the snapshots of recurrent states are
 speculation    drafts for decode steps
 mixed_steps    the limit of prefill tokens in a step that also decodes
 """
@@ -16,8 +16,7 @@ import warnings
 import model_runner
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
-from serving.scheduler.radix_cache import Insertion, PrefixMatch, RadixCache
-from serving.scheduler.radix_node import RadixNode
+from serving.scheduler.radix_cache import Insertion, PrefixMatch, RadixCache, RadixNode
 from serving.scheduler.request import TrackedRequest, TrackedShare
 from serving.scheduler.scheduler import Scheduler
 

@@ -20,9 +20,8 @@ from dataclasses import replace
 
 from attention import BlockAllocator, KVCacheError, KVCacheExhausted, RequestToTokenTable
 from model_runner import Step
-from serving.scheduler.radix_cache import PrefixMatch, RadixCache
+from serving.scheduler.radix_cache import SNAPSHOT_INTERVAL, SNAPSHOT_WORTH, PrefixMatch, RadixCache
 from serving.scheduler.request import TrackedRequest, TrackedShare, shares_of
-from serving.scheduler.snapshots import SNAPSHOT_INTERVAL, SNAPSHOT_WORTH
 
 
 class KVManager:

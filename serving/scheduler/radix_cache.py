@@ -7,7 +7,15 @@ A *match* is the longest path of whole pages that a sequence begins with; a node
 A *lock* on a node protects its whole path from eviction: running requests read it. Unlocked pages may be evicted, the
 least recently used leaf first, page by page from its end; a parent becomes a leaf when its last child is gone.
 
-A node may own a snapshot of recurrent states, see `snapshots`. A split leaves it with the part that ends where it did.
+*Snapshots* of recurrent states lie in the slots of a pool, which are free, promised to a step, or owned by a node:
+
+    free ── take ──> promised to a step that is in flight ── give ──> a node's ── drop, or `take` by others ──> free
+                                                          └─ put_back ──> free
+
+A node owns at most one snapshot, of the states after exactly the tokens that end with the node; a split leaves it with
+the part that ends where it did. They are given up one by one, the least recently used first; a node without one keeps
+its pages. One that a step begins with needs no protection: it is chosen, and its slot taken for another, in the same
+plan at the earliest, and a step restores before its forward and keeps after it.
 
 The tree neither allocates nor frees blocks. It owns inserted blocks until `evict` returns them.
 Time is a counter of calls, so evictions do not depend on the speed of the machine.
@@ -18,12 +26,16 @@ Source: SGLang's RadixAttention (2024).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from attention import KVCacheError
-from serving.scheduler.radix_node import RadixNode
-from serving.scheduler.snapshots import Snapshots
+
+SNAPSHOT_INTERVAL = 256
+"""Tokens after which a running request's states are kept again, at the next page border that a step ends with."""
+SNAPSHOT_WORTH = 32
+"""Least tokens that a snapshot must save to cut a prompt for it (or one page, if larger): a cut costs a step."""
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -36,6 +48,100 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
         else:
             high = middle - 1
     return low
+
+
+class RadixNode:
+    """Some pages of a sequence and their blocks. Only `RadixCache` changes it.
+
+    Attributes:
+        parent: None for the root, and for an evicted node.
+        children: first page -> child.
+        locks: how many requests use this node or one below it.
+        last_used: when it was last matched or inserted, by the tree's clock.
+        snapshot: of the recurrent states after its last token; None if there is none.
+    """
+
+    __slots__ = ("blocks", "children", "last_used", "locks", "parent", "snapshot", "tokens")
+
+    def __init__(self, parent: RadixNode | None, tokens: list[int], blocks: list[int], last_used: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks = blocks
+        self.children: dict[tuple[int, ...], RadixNode] = {}
+        self.locks = 0
+        self.last_used = last_used
+        self.snapshot: int | None = None
+
+
+def _path(node: RadixNode) -> Iterator[RadixNode]:
+    """A node and those above it, but the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+class Snapshots:
+    """The slots of `count` snapshots; 0 for a model without recurrent states."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        self._free = list(range(count))
+        self._promised: set[int] = set()
+        self._owners: OrderedDict[int, RadixNode] = OrderedDict()  # least recently used first
+
+    def take(self) -> int | None:
+        """A slot for a step to write: a free one, or else the least recently used; None if all are promised."""
+        if self._free:
+            number = self._free.pop()
+        elif self._owners:
+            number, owner = self._owners.popitem(last=False)
+            owner.snapshot = None
+        else:
+            return None
+        self._promised.add(number)
+        return number
+
+    def give(self, number: int, owner: RadixNode) -> None:
+        """A promised slot is written: it becomes the owner's, or free if that has a snapshot already."""
+        if owner.snapshot is not None:
+            self.put_back(number)
+            return
+        self._promised.remove(number)
+        owner.snapshot = number
+        self._owners[number] = owner
+
+    def put_back(self, number: int) -> None:
+        """Nobody needs what a promised slot gets."""
+        self._promised.remove(number)
+        self._free.append(number)
+
+    def use(self, owner: RadixNode) -> None:
+        """A request begins with the owner's snapshot, if it has one: it is the most recently used now."""
+        if owner.snapshot is not None:
+            self._owners.move_to_end(owner.snapshot)
+
+    def drop(self, owner: RadixNode) -> None:
+        """The owner is evicted, or no longer ends where its snapshot was kept."""
+        if owner.snapshot is not None:
+            del self._owners[owner.snapshot]
+            self._free.append(owner.snapshot)
+            owner.snapshot = None
+
+    def check(self, owners: Iterable[RadixNode], *, idle: bool = False) -> None:
+        """Check that free + promised + owned == all, none is two of these, and `owners` own what is noted.
+
+        Args:
+            idle: also require that none is promised.
+        """
+        own = {owner.snapshot: owner for owner in owners if owner.snapshot is not None}
+        every = [*self._free, *self._promised, *self._owners]
+        if sorted(every) != list(range(self.count)) or own != self._owners:
+            raise KVCacheError(
+                f"snapshots are not conserved: {len(self._free)} free + {len(self._promised)} promised + "
+                f"{len(self._owners)} of {len(own)} nodes != {self.count}."
+            )
+        if idle and self._promised:
+            raise KVCacheError(f"{len(self._promised)} snapshots are promised although nothing runs.")
 
 
 @dataclass(frozen=True)
@@ -136,32 +242,24 @@ class RadixCache:
 
     def lock(self, node: RadixNode) -> None:
         """Protect a node and the path to it from eviction."""
-        step: RadixNode | None = node
-        while step is not None and step is not self.root:
+        for step in _path(node):
             if step.locks == 0:
                 self.num_locked += len(step.blocks)
             step.locks += 1
-            step = step.parent
 
     def unlock(self, node: RadixNode) -> None:
         """Remove one lock from a node and the path to it."""
-        step: RadixNode | None = node
-        while step is not None and step is not self.root:
+        for step in _path(node):
             if step.locks == 0:
                 raise KVCacheError("a node of the prefix cache was unlocked more often than locked.")
             step.locks -= 1
             if step.locks == 0:
                 self.num_locked -= len(step.blocks)
                 self._note_evictable(step)
-            step = step.parent
 
     def num_unlocked(self, node: RadixNode) -> int:
         """Number of evictable blocks on the path to a node: those that `lock` would protect."""
-        count, step = 0, node
-        while step.locks == 0 and step.parent is not None:  # above a locked node everything is locked
-            count += len(step.blocks)
-            step = step.parent
-        return count
+        return sum(len(step.blocks) for step in _path(node) if step.locks == 0)
 
     def evict(self, num_blocks: int) -> list[int]:
         """Evict and return up to `num_blocks` blocks, the least recently used first; fewer if the rest is locked."""

@@ -1,23 +1,15 @@
-"""The scheduler's state of a request, and its share of a planned step."""
+"""The scheduler's state of a request, its share of a planned step, and what can never be served."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from model_runner import (
-    PENDING_TOKEN,
-    Draft,
-    FinishReason,
-    Request,
-    ScheduledRequest,
-    Step,
-    TokenGrammar,
-    TokenLogprobs,
-)
+from attention import KVCacheExhausted
+from model_runner import PENDING_TOKEN, FinishReason, Request, RequestError, ScheduledRequest, Step, TokenLogprobs
 from serving.requests import DraftCounts, RequestInput
-from serving.scheduler.radix_node import RadixNode
+from serving.scheduler.radix_cache import RadixNode
 
 
 @dataclass(eq=False)
@@ -29,7 +21,7 @@ class TrackedRequest(Request):
 
     Attributes:
         name: its id, which is a string here.
-        group: the HTTP body it belongs to; groups take turns, see `serving.scheduler.admission.waiting`.
+        group: the HTTP body it belongs to; groups take turns, see `serving.scheduler.waiting`.
         arrived_at: when it was added, in seconds of the scheduler's clock.
         started_at: when its first step was planned; same clock.
         limit: most tokens, prompt and output; the request ends when it has as many.
@@ -76,34 +68,6 @@ class TrackedRequest(Request):
     retracted: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     decode_share: TrackedShare | None = None
-
-    @classmethod
-    def of(
-        cls,
-        given: RequestInput,
-        *,
-        arrival: int,
-        limit: int,
-        eos_token_ids: Collection[int],
-        grammar: TokenGrammar | None = None,
-    ) -> TrackedRequest:
-        """The state of a new request, or of one that has tokens from an engine that has failed."""
-        params = given.params
-        request = cls(
-            given.request_id,
-            list(given.token_ids),
-            params,
-            priority=given.priority,
-            arrival=arrival,
-            group=given.group or given.request_id,
-            limit=limit,
-            ends=frozenset(params.ending_tokens(eos_token_ids)),
-            grammar=grammar,
-        )
-        if given.generated:
-            request.token_ids += given.generated
-            request.num_cached_tokens = 0  # its first engine has counted them
-        return request
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,33 +148,51 @@ def plan_step(decodes: Sequence[TrackedRequest], prefills: Sequence[tuple[Tracke
         ends = count == request.num_uncomputed_tokens
         shares.append(TrackedShare(request, count, prefill=True, ends=ends, incarnation=request.incarnation))
     # Only a share that samples needs the tokens before it.
-    return Step.of(shares, delay_sampling=_needs_history([share.request for share in shares if share.ends]))
+    return Step.of(shares, delay_sampling=needs_history([share.request for share in shares if share.ends]))
 
 
-def plan_verify(
-    decodes: Sequence[TrackedRequest], drafts: Sequence[Draft], num_drafted: Sequence[int], reach: Sequence[int]
-) -> Step:
-    """A step that verifies one draft per request in `decodes`; `num_drafted` and `reach` as in `TrackedShare`."""
-    shares = [
-        TrackedShare(
-            request,
-            1,
-            draft.tokens,
-            draft.parents,
-            draft.probs,
-            incarnation=request.incarnation,
-            num_drafted=real,
-            reach=most,
-        )
-        for request, draft, real, most in zip(decodes, drafts, num_drafted, reach, strict=True)
-    ]
-    return Step.of(shares, delay_sampling=_needs_history(decodes))
-
-
-def _needs_history(requests: Sequence[TrackedRequest]) -> bool:
+def needs_history(requests: Sequence[TrackedRequest]) -> bool:
+    """Whether sampling for one of them needs the tokens before."""
     return True in [request.params.needs_history for request in requests]
 
 
 def shares_of(step: Step) -> tuple[TrackedShare, ...]:
     """The shares of a step that this scheduler has planned."""
     return cast("tuple[TrackedShare, ...]", step.shares)
+
+
+def check_input(
+    given: RequestInput, *, vocab_size: int, eos_token_ids: Sequence[int], max_model_len: int, max_kv_tokens: int
+) -> None:
+    """Refuse a request that could never get a token.
+
+    Raises:
+        RequestError: the prompt is empty, has a token that is not an int or outside the vocabulary, or leaves no room
+            for an output; or the sampling parameters forbid every first token.
+        KVCacheExhausted: the prompt alone does not fit the KV cache.
+    """
+    name, tokens = given.request_id, given.token_ids
+    if not tokens:
+        raise RequestError(f"the prompt of request {name!r} is empty; give at least one token.")
+    for kind in set(map(type, tokens)) - {int}:
+        raise RequestError(f"the prompt of request {name!r} has a {kind.__name__}; a token is a Python int.")
+    _check_vocabulary(name, "the prompt", tokens, vocab_size)
+    for what, own in given.params.named_tokens():
+        _check_vocabulary(name, what, own, vocab_size)
+    given.params.check_choice(eos_token_ids)
+    if len(tokens) + 1 > max_model_len:
+        raise RequestError(
+            f"the prompt of request {name!r} has {len(tokens)} tokens; with one of output that is more than "
+            f"max_model_len ({max_model_len})."
+        )
+    if len(tokens) > max_kv_tokens:
+        raise KVCacheExhausted(
+            f"the prompt of request {name!r} has {len(tokens)} tokens, the whole KV cache holds {max_kv_tokens} of one "
+            "request. Shorten the prompt, or raise --kv-cache-memory or --gpu-memory-utilization."
+        )
+
+
+def _check_vocabulary(name: str, what: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise RequestError(f"{what} of request {name!r} has token {wrong}; the vocabulary is 0 to {vocab_size - 1}.")

@@ -34,21 +34,12 @@ from model_runner import (
     TokenGrammar,
     TokenLogprobs,
 )
-from serving.requests import (
-    DraftCounts,
-    EngineStatistics,
-    RequestInput,
-    RequestOutput,
-    SchedulerTotals,
-    StartTimes,
-)
-from serving.scheduler.admission.checks import check_input
-from serving.scheduler.admission.prefills import Prefill, Prefills
-from serving.scheduler.admission.retraction import choose_victim
+from serving.requests import DraftCounts, EngineStatistics, RequestInput, RequestOutput, SchedulerTotals, StartTimes
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
 from serving.scheduler.mixed_steps import MixedSteps
-from serving.scheduler.request import TrackedRequest, TrackedShare, plan_step, plan_verify, shares_of
+from serving.scheduler.prefills import Prefill, Prefills, choose_victim
+from serving.scheduler.request import TrackedRequest, TrackedShare, check_input, plan_step, shares_of
 from serving.scheduler.speculation import Speculation
 from ubatch import ForwardMode, UBatchError
 
@@ -152,10 +143,20 @@ class Scheduler:
                 f"request {given.request_id!r} cannot go on on another rank: it has {known} tokens, and the KV cache "
                 f"there holds {limit - 1}."
             )
-        request = TrackedRequest.of(
-            given, arrival=self._num_arrived, limit=limit, eos_token_ids=self._eos_token_ids, grammar=grammar
+        request = TrackedRequest(
+            given.request_id,
+            list(given.token_ids),
+            given.params,
+            priority=given.priority,
+            arrival=self._num_arrived,
+            group=given.group or given.request_id,
+            arrived_at=self._clock(),
+            limit=limit,
+            ends=frozenset(given.params.ending_tokens(self._eos_token_ids)),
+            num_cached_tokens=0 if given.generated else None,  # its first engine has counted them
+            grammar=grammar,
         )
-        request.arrived_at = self._clock()
+        request.token_ids += given.generated
         self._num_arrived += 1
         self._requests[request.name] = request
         self._waiting.push(request)
@@ -207,8 +208,8 @@ class Scheduler:
         if decodes:
             self._prefills.ratio.decay()
         suspects = [request for request in decodes if request.suspect]
-        if decodes and not prefills and not suspects and (found := self._speculation.draft(decodes)) is not None:
-            return plan_verify(decodes, found.drafts, found.num_real, found.reach)
+        if decodes and not prefills and not suspects and (step := self._speculation.plan(decodes)) is not None:
+            return step
         return self.kv.plan_snapshots(plan_step(decodes, prefills))
 
     def advance(self, step: Step) -> None:

@@ -17,31 +17,15 @@ full of the request's tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from model_runner import Draft, Proposer
+from model_runner import Draft, Proposer, Step
 from serving.scheduler.config import SchedulerConfig
 from serving.scheduler.kv_manager import KVManager
-from serving.scheduler.request import TrackedRequest
+from serving.scheduler.request import TrackedRequest, TrackedShare, needs_history
 from ubatch import ConfigError
-
-
-@dataclass(frozen=True)
-class VerifyDrafts:
-    """The drafts of a step, one entry per request.
-
-    Attributes:
-        drafts: padded to the same number of tokens.
-        num_real: how many tokens were proposed; the rest is padding.
-        reach: most proposed tokens that can be accepted: all of a chain, the longest path of a tree.
-    """
-
-    drafts: tuple[Draft, ...]
-    num_real: tuple[int, ...]
-    reach: tuple[int, ...]
 
 
 class Speculation:
@@ -66,8 +50,8 @@ class Speculation:
         self._proposer = proposer
         self.drafting = False
 
-    def draft(self, requests: Sequence[TrackedRequest]) -> VerifyDrafts | None:
-        """Drafts for a step of these requests, with KV blocks reserved; None if the step should run without drafts.
+    def plan(self, requests: Sequence[TrackedRequest]) -> Step | None:
+        """A step that verifies drafts of these requests, with KV blocks reserved; None if it should run without drafts.
 
         No request is retracted for drafts, and a step has drafts only if all tokens of its requests are known.
         """
@@ -90,8 +74,8 @@ class Speculation:
             return None
         if self._config.fill_drafts:
             count = most
-        filled = [_filled(draft, count, r.token_ids[-1]) for draft, r in zip(drafts, requests, strict=True)]
-        return VerifyDrafts(tuple(filled), tuple(len(draft.tokens) for draft in drafts), tuple(map(depth_of, drafts)))
+        shares = [_verifying(request, draft, count) for request, draft in zip(requests, drafts, strict=True)]
+        return Step.of(shares, delay_sampling=needs_history(requests))
 
     def forget(self, request: TrackedRequest) -> None:
         """Drop the proposer's state of a request that ended or lost its KV."""
@@ -153,6 +137,17 @@ def _obeying(request: TrackedRequest, draft: Draft) -> Draft:
             parents.append(list(paths).index(parent))
             paths[node] = path
     return Draft(tuple(tokens), tuple(parents))
+
+
+def _verifying(request: TrackedRequest, draft: Draft, count: int) -> TrackedShare:
+    """A request's share of a step that verifies its draft, padded to `count` tokens."""
+    filled = _filled(draft, count, request.token_ids[-1])
+    return TrackedShare(
+        *(request, 1, filled.tokens, filled.parents, filled.probs),
+        incarnation=request.incarnation,
+        num_drafted=len(draft.tokens),
+        reach=depth_of(draft),
+    )
 
 
 def _filled(draft: Draft, count: int, last_token: int) -> Draft:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from allocations import CountAllocations
 from attention_batches import make_batch
+from flashinfer_standin import CountAllocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

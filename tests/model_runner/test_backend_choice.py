@@ -13,7 +13,7 @@ from checkpoints import checkpoint_fixture
 from fastest_cases import told
 from flashinfer_cases import install
 from flashinfer_standin import StandIns
-from flashinfer_standin_moe import cutlass_fused_moe
+from flashinfer_standin_wrappers import cutlass_fused_moe
 from request_steps import admitted, prefill
 from runner_graph_cases import TINY, make_checkpoint
 

@@ -18,8 +18,7 @@ from model_runner import ModelRunner, SamplingParams, generate
 from ranks import run_ranks
 from serving.workbench.arms.cells import Arm, Cell, Grid, make_batch
 from serving.workbench.arms.programs import read_steps, traced_step, write_steps
-from serving.workbench.arms.stages import best_schedules, layer_times
-from serving.workbench.arms.steps import ArmSteps
+from serving.workbench.arms.stages import ArmSteps, best_schedules, layer_times
 from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig, tracing
 from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS, LINEAR_ATTENTION

@@ -13,8 +13,8 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from graph_cases import graphed
+from lanes import alone
 from moe_layers import Layer, Stack, make_layer, make_tokens
-from only_lane import alone
 from torch import Tensor, nn
 
 from moe import All2AllTraits, make_all2all

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 import torch
 from stub_cuda.build import FIGURES
-from stub_cuda.compare import compare_launches
-from stub_cuda.counts import counted, launches, of
+from stub_cuda.counts import compare_launches, counted, launches, of
 
 from moe import All2All, make_all2all
 from moe.all2all.host_loopback import HostLoopbackAll2All

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from deep_ep_standin_events import calls
+from lanes import alone
 from moe_layers import Layer, Routed, make_layer, make_tokens
-from only_lane import alone
 from torch import Tensor
 
 from moe import (

@@ -1,14 +1,16 @@
-"""Tests of kernels in C: skipped, with the reason, where there is no compiler."""
+"""Tests of kernels in C: skipped, with the reason, where there is no compiler; on another number of threads."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ubatch.kernels import c_jit
 from ubatch.kernels.c_jit import TILES_SOURCE, compile_c, why_not_c
@@ -63,3 +65,18 @@ def _lanes_and_tiles() -> tuple[int, int]:
 
 
 needs_c = pytest.mark.skipif(_REASON is not None, reason=_REASON or "C can be compiled")
+
+
+def on_threads(count: int, compute: Callable[[], Tensor]) -> Tensor:
+    """Computed with so many threads, which end with it: this process is forked by other tests."""
+    before = torch.get_num_threads()
+
+    def body() -> Tensor:
+        torch.set_num_threads(count)
+        return compute()
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(body).result()
+    finally:
+        torch.set_num_threads(before)

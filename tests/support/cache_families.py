@@ -9,33 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
-from zoo_caches import BAMBA, JAMBA, LFM2, MAMBA2, NEXT, SSM, dynamic_cache, static_cache
-from zoo_entry import pretrained
-from zoo_language import LATENT, LLAMA, MOE, SEQ2SEQ, T5
+from zoo_entry import SIZES, pretrained
+from zoo_transformers import dynamic_cache, static_cache
 
 from ubatch.calls.containers import PLAIN
 
 _STATES = ["linear_attention", "full_attention"]
-_HEADS = {**LLAMA, "head_dim": 4}
+_HEADS = {**SIZES.llama, "head_dim": 4}
 _INDEXED = {**_HEADS, "q_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 8, "moe_intermediate_size": 16}
 _COMPRESSED = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "llama": pretrained("LlamaForCausalLM", **LLAMA),
+    "llama": pretrained("LlamaForCausalLM", **SIZES.llama),
     "gemma3": pretrained(
         "Gemma3ForCausalLM",
         **_HEADS,
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "lfm2": pretrained("Lfm2ForCausalLM", **LFM2),
-    "jamba": pretrained("JambaForCausalLM", **{**JAMBA, "num_hidden_layers": 4}),
-    "qwen3_next": pretrained("Qwen3NextForCausalLM", **NEXT),
-    "mamba": pretrained("MambaForCausalLM", **SSM),
-    "mamba2": pretrained("Mamba2ForCausalLM", **MAMBA2),
-    "falcon_mamba": pretrained("FalconMambaForCausalLM", **SSM),
-    "bamba": pretrained("BambaForCausalLM", **BAMBA),
-    "falcon_h1": pretrained("FalconH1ForCausalLM", **BAMBA, mamba_d_ssm=32),
+    "lfm2": pretrained("Lfm2ForCausalLM", **SIZES.lfm2),
+    "jamba": pretrained("JambaForCausalLM", **{**SIZES.jamba, "num_hidden_layers": 4}),
+    "qwen3_next": pretrained("Qwen3NextForCausalLM", **SIZES.next),
+    "mamba": pretrained("MambaForCausalLM", **SIZES.ssm),
+    "mamba2": pretrained("Mamba2ForCausalLM", **SIZES.mamba2),
+    "falcon_mamba": pretrained("FalconMambaForCausalLM", **SIZES.ssm),
+    "bamba": pretrained("BambaForCausalLM", **SIZES.bamba),
+    "falcon_h1": pretrained("FalconH1ForCausalLM", **SIZES.bamba, mamba_d_ssm=32),
     "zamba2": pretrained(
         "Zamba2ForCausalLM",
         **{**_HEADS, "num_hidden_layers": 3},
@@ -48,7 +47,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         num_mem_blocks=1,
         adapter_rank=4,
     ),
-    "minimax": pretrained("MiniMaxForCausalLM", **MOE, head_dim=4, layer_types=_STATES, block_size=4),
+    "minimax": pretrained("MiniMaxForCausalLM", **SIZES.moe, head_dim=4, layer_types=_STATES, block_size=4),
     "deepseek_v4": pretrained(
         "DeepseekV4ForCausalLM",
         **{**_INDEXED, "num_key_value_heads": 1, "head_dim": 16},
@@ -61,10 +60,10 @@ MODELS: dict[str, Callable[[], Any]] = {
         n_routed_experts=4,
         num_experts_per_tok=2,
     ),
-    "glm_moe_dsa": pretrained("GlmMoeDsaForCausalLM", **{**_INDEXED, **LATENT}, index_topk=4),
-    "xlstm": pretrained("xLSTMForCausalLM", **{**LLAMA, "hidden_size": 128}, num_heads=4, chunk_size=4),
-    "t5": pretrained("T5ForConditionalGeneration", **T5, initializer_factor=2.0),
-    "bart": pretrained("BartForConditionalGeneration", **SEQ2SEQ),
+    "glm_moe_dsa": pretrained("GlmMoeDsaForCausalLM", **{**_INDEXED, **SIZES.latent}, index_topk=4),
+    "xlstm": pretrained("xLSTMForCausalLM", **{**SIZES.llama, "hidden_size": 128}, num_heads=4, chunk_size=4),
+    "t5": pretrained("T5ForConditionalGeneration", **SIZES.t5, initializer_factor=2.0),
+    "bart": pretrained("BartForConditionalGeneration", **SIZES.seq2seq),
 }
 
 

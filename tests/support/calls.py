@@ -11,6 +11,7 @@ from repository import MODELS, TINY_MOE
 
 from serving.cli import main
 
+HEAD = MODELS / "tiny-moe-eagle"
 SHORT = {
     "TINY": str(TINY_MOE),
     "EP": "--data-parallel-size 2 --enable-expert-parallel",
@@ -18,10 +19,14 @@ SHORT = {
     "SBO": "--enable-single-batch-overlap",
     "NODES": "--nnodes 2 --data-parallel-size 2",
     "NGRAM": "--speculative-algorithm ngram",
-    "PATH": f"--speculative-draft-model-path {MODELS / 'tiny-moe-eagle'}",
-    "EAGLE": f"--speculative-algorithm eagle --speculative-draft-model-path {MODELS / 'tiny-moe-eagle'}",
+    "PATH": f"--speculative-draft-model-path {HEAD}",
+    "EAGLE": f"--speculative-algorithm eagle --speculative-draft-model-path {HEAD}",
     "BACKEND": "--data-parallel-size 2 --enable-expert-parallel --all2all-backend",
     "ROOM": "--all2all-options max_tokens_per_rank",
+    "DBO": "--data-parallel-size 2 --enable-expert-parallel --enable-dbo",
+    "CORS": "--allowed-origins *",
+    "SAMPLED": "--temperature 0.7",
+    "HEAD": str(HEAD),
     "MIXED": "--max-prefill-tokens-per-mixed-step",
 }
 """Words that stand for several."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,89 +21,9 @@ from model_runner.weights.hf_config import HFConfig
 if TYPE_CHECKING:  # else imported where it is used: ranks that only run checkpoints start seconds earlier
     from transformers import PreTrainedModel
 
-COMMON: Mapping[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,  # far from uniform logits, so that a wrong layer shows
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-GROUPED: Mapping[str, Any] = {
-    "num_key_value_heads": 2,
-    "head_dim": 16,  # not hidden / heads
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0},
-}
-TINY: Mapping[str, Any] = {
-    **COMMON,
-    **GROUPED,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 2,
-    "shared_intermediate_size": 20,
-    "shared_expert_intermediate_size": 20,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.7,
-    "embedding_multiplier": 6.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.4,  # not head_dim ** -0.5
-    "logits_scaling": 1.5,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
-"""Entries of configs, far from their defaults. A family gets those that its class in transformers has a field for."""
-_SCALED = {**GROUPED["rope_parameters"], "factor": 4.0, "original_max_position_embeddings": 64}
-LATENT_ROPE = {**_SCALED, "rope_type": "yarn", "rope_theta": 10_000.0, "mscale": 0.707, "mscale_all_dim": 1.2}
-_LATENT = {"rope_parameters": LATENT_ROPE, "num_key_value_heads": 4, "head_dim": 8, "n_group": 4, "topk_group": 2}
-_HYBRID = {
-    "rope_parameters": {**GROUPED["rope_parameters"], "partial_rotary_factor": 0.25},
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
-_OWN: Mapping[str, Mapping[str, Any]] = {
-    "Llama": {"rope_parameters": {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
-    "Mistral": {"sliding_window": None},
-    "Qwen2Moe": {"shared_expert_intermediate_size": 36, "mlp_only_layers": [1]},
-    "Qwen3Moe": {"mlp_only_layers": [1], "norm_topk_prob": True},  # two sparse layers around a dense one
-    "Olmoe": {"head_dim": 12},
-    "GptOss": {
-        "rope_parameters": {**_SCALED, "rope_type": "yarn", "truncate": False},
-        "sliding_window": 5,
-        "swiglu_limit": 0.7,  # small, so that it clamps
-    },
-    "Glm4Moe": {
-        "rope_parameters": {**GROUPED["rope_parameters"], "partial_rotary_factor": 0.5},
-        "attention_bias": True,
-        "use_qk_norm": True,
-    },
-    "MiMoV2Flash": {
-        "sliding_window": 5,
-        "attention_value_scale": 0.6,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
-        },
-    },
-    "DeepseekV2": {**_LATENT, "topk_method": "group_limited_greedy"},
-    "DeepseekV3": _LATENT,
-    "Qwen3Next": _HYBRID,
-    "Qwen3_5Moe": _HYBRID,
-}
+_CONFIGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+COMMON, GROUPED, TINY, LATENT_ROPE = (_CONFIGS[name] for name in ("common", "grouped", "tiny", "latent_rope"))
+_OWN: Mapping[str, Mapping[str, Any]] = _CONFIGS["own"]
 """What else belongs into a family's config, so that all that it has is computed."""
 _EXTRA = frozenset({"head_dim"})
 """Entries that configs may have without a field for them."""

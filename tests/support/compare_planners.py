@@ -16,7 +16,7 @@ from repository import ROOT
 from moe.balance import arrivals, mean_balancedness, plan_placement, read_loads
 from moe.balance.packing import pack, replicate
 from moe.placement import ExpertPlacement, Floats
-from serving.workbench.planning.published_eplb import published_placement
+from serving.workbench.planning.gates import published_placement
 
 EXAMPLES = ROOT / "examples" / "expert_loads"
 RANKS = (16, 32, 64)

@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from deep_ep_standin_events import EventHandle, EventOverlap, Launch, calls, launched, note, place, receive, require
-from deep_ep_standin_shmem import join
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -38,7 +37,7 @@ def installed(*, in_torch: bool = False) -> Iterator[None]:
         in_torch: transports quantise in torch, ten times as fast as Triton's kernel in its interpreter. That gives the
             same (`test_moe_triton_kernels.py`), and is what they use in the tests that leave this out.
     """
-    from deep_ep_standin_elastic import ElasticBuffer, EPHandle
+    from deep_ep_standin_buffers import ElasticBuffer, EPHandle
 
     module = sys.modules[__name__]
     vars(module).update(ElasticBuffer=ElasticBuffer, EPHandle=EPHandle)
@@ -161,7 +160,7 @@ class Buffer:
         enable_shrink: bool = False,
         comm: Any = None,
     ) -> None:
-        from deep_ep_standin_low_latency import LowLatency
+        from deep_ep_standin_buffers import LowLatency, join
 
         assert group is not None
         self.group = group

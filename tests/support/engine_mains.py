@@ -1,16 +1,17 @@
-"""What engine processes run in tests: the real thing, or one that fails."""
+"""What engine processes run in tests: the real thing, or one that fails; their client; and prompts."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
 import os
+import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -35,6 +36,14 @@ from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import ForwardMode, UBatchConfig, get_forward_context
 from ubatch.ranks import near
 
+T = TypeVar("T")
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+PROMPTS = [[(index * 13 + place) % 2000 + 1 for place in range(3 + 5 * index)] for index in range(8)]
+PARAMS = [
+    SamplingParams(max_tokens=6 + index, ignore_eos=True, temperature=0.8 if index % 2 else 0.0, seed=index)
+    for index in range(8)
+]
 POISON = 666
 """A step with this token fails, with `run_poisonable_engine`."""
 
@@ -182,9 +191,21 @@ def run_recounting_engine(options: EngineOptions, rank: int, place: Place) -> No
     np.save(options.profile_folder / f"recount-{rank}.npy", np.stack([counted[at] for at in sorted(counted)], axis=1))
 
 
+def sleep_for_ever(options: EngineOptions, rank: int, place: Place) -> None:
+    """A rank that never joins."""
+    time.sleep(3600)
+
+
 def exit_at_once(options: EngineOptions, rank: int, place: Place) -> None:
     """A process that dies before it can say anything."""
     os._exit(7)
+
+
+def secret_file(path: Path, text: str | None = None) -> Path:
+    """A file with a cluster's secret: this one, or a new one."""
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32) if text is None else text)
+    return path
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> bool:
@@ -256,3 +277,40 @@ async def two_nodes(
     node = asyncio.create_task(asyncio.to_thread(run_node, tiny(2, node_rank=1, **both), engine_main=main))
     async with started(tiny(2, **both), main) as client:
         yield client, node
+
+
+class Served:
+    """A client, and the loop that it lives on."""
+
+    def __init__(self, options: EngineOptions, engine_main: EngineMain = run_engine) -> None:
+        self._runner = asyncio.Runner()
+        try:
+            self.client = self.run(EngineClient.start(options, engine_main=engine_main))
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(work)
+
+    async def all_outputs(self, prefix: str) -> list[list[int]]:
+        names = [f"{prefix}-{index}" for index in range(len(PROMPTS))]
+        return await asyncio.gather(
+            *[tokens_of(self.client, *each) for each in zip(names, PROMPTS, PARAMS, strict=True)]
+        )
+
+    async def drained(self) -> bool:
+        """Whether nothing runs any more, and every block is free, as far as every rank says."""
+
+        def nothing_runs() -> bool:
+            statistics = self.client.statistics.values()
+            return all(each.num_running == each.num_waiting == each.kv_usage == 0 for each in statistics)
+
+        return await wait_for(nothing_runs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self.client.close())
+        self._runner.close()

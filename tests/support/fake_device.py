@@ -6,13 +6,15 @@ Nothing here sleeps. `clock.now` is the host's time; the device works on one ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fake_runner import EOS, VOCAB, FakePending, FakeRunner
 
 from model_runner import Step, StepOutput
 from serving.engine import EngineCore
+from serving.engine.wire.messages import FromEngine, Outputs, ToEngine
 from serving.requests import RequestInput
 from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import Decision, DeclineReason
@@ -107,3 +109,34 @@ def run(core: EngineCore, requests: Iterable[RequestInput]) -> dict[str, list[in
             outputs[output.request_id] += output.token_ids
     core.scheduler.check(idle=True)
     return outputs
+
+
+class FakeLink:
+    """The client's end of a rank's link, without a socket: what the client says, and what it hears."""
+
+    def __init__(self, *messages: ToEngine) -> None:
+        self.to_engine: list[ToEngine] = list(messages)
+        self.heard: list[FromEngine] = []
+
+    def send(self, message: FromEngine) -> None:
+        self.heard.append(message)
+
+    def decide(self, messages: Sequence[ToEngine]) -> Sequence[ToEngine]:
+        return messages
+
+    def receive(self, wait_s: float = 0.0) -> Iterator[ToEngine]:
+        if wait_s and not self.to_engine:
+            time.sleep(0.001)
+        while self.to_engine:
+            yield self.to_engine.pop(0)
+
+    def close(self) -> None:
+        pass
+
+    def tokens(self) -> dict[str, list[int]]:
+        """What came out for each request."""
+        tokens: dict[str, list[int]] = {}
+        for message in self.heard:
+            for output in message.outputs if isinstance(message, Outputs) else ():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        return tokens

@@ -8,7 +8,6 @@ its request's tokens give, and fails. Steps run when they are launched, as on a 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -78,7 +77,6 @@ class FakePending:
     logprobs: tuple[tuple[TokenLogprobs | None, ...], ...]
     tokens: list[tuple[int, ...]] | None = None
     num_prefills: int = 0
-    period_us: int = 0
 
     def sample(self) -> None:
         assert self.tokens is None, "sampled twice"
@@ -116,8 +114,7 @@ class FakePending:
             for (share, _, _), tokens in zip(self.sequences, self.tokens, strict=True)
         ]
         num_tokens = sum(share.num_tokens + len(share.drafts) for share, _, _ in self.sequences)
-        told = {"prefill_tokens": (self.num_prefills,), "period_us": self.period_us}
-        decision = Decision(False, None, None, ((num_tokens,),), **told)  # type: ignore[arg-type]
+        decision = Decision(False, None, None, ((num_tokens,),), prefill_tokens=(self.num_prefills,))
         return StepOutput(tuple(self.tokens), tuple(logprobs), self.logprobs, decision, all_idle=not self.sequences)
 
 
@@ -136,8 +133,6 @@ class FakeRunner:
         max_model_len: tokens of a row.
         next_token: from the tokens so far to the next.
         checked: look at the KV cache; without it only tokens are made (to measure the scheduler).
-        step_us: how long a step of so many decodes and prompt tokens takes, on a clock that does not tick.
-        overlapped: a step's time is told by the vote of the second step after it, not of the next.
         num_snapshots: not 0 for a model with recurrent states, which are checked as keys and values are.
     """
 
@@ -150,37 +145,26 @@ class FakeRunner:
         max_model_len: int = 128,
         next_token: NextToken = hashed,
         checked: bool = True,
-        step_us: Callable[[int, int], int] = lambda decodes, prefills: 0,
-        overlapped: bool = False,
         num_snapshots: int = 0,
     ) -> None:
-        self.step_us = step_us
         # (tokens that it has seen, hash of these, how many more it may take over from a verify step)
         self.states: list[tuple[int, int, int]] = [(0, 0, 0)] * max_num_seqs
         self.snapshots: list[tuple[int, int, int]] = [(0, 0, 0)] * num_snapshots
         self.num_restored = 0
-        self.periods = deque([0] * (1 + overlapped))
         self.allocator = BlockAllocator(num_blocks)
         self.table = RequestToTokenTable(max_num_seqs, -(-max_model_len // block_size), block_size)
         self.next_token = next_token
         self.future = [PENDING_TOKEN] * max_num_seqs
         self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self.checked = checked
-        self.num_steps = 0
         self.steps: list[list[tuple[str, int, int]]] = []
         """Of every step that was not empty: (request, tokens, drafts) of each share."""
 
     def launch(self, shares: Sequence[ScheduledRequest]) -> FakePending:
-        pending = self._launch(shares)
-        counts = [s.num_tokens for s in shares if s.num_tokens > 1 or not s.request.num_computed_tokens]
-        pending.num_prefills, pending.period_us = sum(counts), self.periods.popleft()
-        self.periods.append(self.step_us(len(shares) - len(counts), sum(counts)))
-        return pending
-
-    def _launch(self, shares: Sequence[ScheduledRequest]) -> FakePending:
-        self.num_steps += bool(shares)
+        prefills = sum(s.num_tokens for s in shares if s.num_tokens > 1 or not s.request.num_computed_tokens)
         if not self.checked:
-            return FakePending(self, [(share, share.request.row or 0, [1]) for share in shares], ((),) * len(shares))
+            ran = [(share, share.request.row or 0, [1]) for share in shares]
+            return FakePending(self, ran, ((),) * len(shares), num_prefills=prefills)
         if shares:
             self.steps.append([(str(s.request.request_id), s.num_tokens, len(s.drafts)) for s in shares])
         assert len({(len(s.drafts), s.num_tokens) for s in shares}) == 1 or not any(s.drafts for s in shares)
@@ -194,7 +178,7 @@ class FakeRunner:
             if share.keep is not None:
                 self.snapshots[share.keep] = self.states[share.request.row or 0]
                 assert not share.drafts, "this state has not seen the drafts that are right"
-        return FakePending(self, ran, logprobs)
+        return FakePending(self, ran, logprobs, num_prefills=prefills)
 
     def _run(self, share: ScheduledRequest) -> tuple[ScheduledRequest, int, list[int]]:
         """Read what is cached, write what is new; returns the tokens to sample after, or none."""
@@ -366,7 +350,6 @@ def make_loop(
     checked: bool = True,
     proposer: Proposer | None = None,
     prompt_lookup_min: int = 2,
-    step_us: Callable[[int, int], int] = lambda decodes, prefills: 0,
     clock: Callable[[], float] = time.monotonic,
     **config: object,
 ) -> Loop:
@@ -378,8 +361,6 @@ def make_loop(
         max_model_len=max_model_len,
         next_token=next_token,
         checked=checked,
-        step_us=step_us,
-        overlapped=overlapped,
         num_snapshots=int(str(config.get("num_state_snapshots", 0))),
     )
     settings = SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, **config)  # type: ignore[arg-type]

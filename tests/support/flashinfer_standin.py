@@ -14,7 +14,7 @@ Real kernels take half precision. These compute float32 inputs in float32, so th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +22,13 @@ from unittest import mock
 
 import flashinfer_standin_wrappers
 import torch
-from allocations import CountAllocations
 from flashinfer_standin_wrappers import attend, causal, check_ints, check_table, opaque
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backends.flashinfer_kernels import FlashInferKernel
 
-__all__ = ["COUNTER_BYTES", "FLASHINFER_VERSION", "FP8", "Call", "StandIns", "allocations"]
+__all__ = ["COUNTER_BYTES", "FLASHINFER_VERSION", "FP8", "Call", "CountAllocations", "StandIns", "allocations"]
 
 FP8 = torch.float8_e4m3fn
 COUNTER_BYTES = 256
@@ -254,6 +254,34 @@ class StandIns:
 
 
 # ------------------------------------------------------------------------------------------------------- allocations
+
+
+class CountAllocations(TorchDispatchMode):
+    """Names the operations that return a tensor whose memory no argument of theirs has: the ones that allocate.
+
+    That counts what an operation returns on the arguments' device. Room that a kernel takes for itself and gives back
+    before it returns is not seen; none of the operations used here needs any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocating: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = memory_of((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        if memory_of(result) - given:
+            self.allocating.append(str(func))
+        return result
+
+
+def memory_of(arguments: Any) -> set[int]:
+    """Addresses of the memory that the tensors and storages in there have."""
+    leaves = torch.utils._pytree.tree_leaves(arguments)
+    storages = [x.untyped_storage() if isinstance(x, torch.Tensor) else x for x in leaves]
+    return {x.data_ptr() for x in storages if isinstance(x, torch.UntypedStorage) and x.nbytes()}
 
 
 @contextmanager

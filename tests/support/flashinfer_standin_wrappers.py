@@ -1,4 +1,6 @@
-"""Stand-ins for flashinfer's wrappers, and the arithmetic of all stand-ins; see `flashinfer_standin`.
+"""Stand-ins for flashinfer's wrappers and its fused experts, and the arithmetic of all stand-ins.
+
+See `flashinfer_standin`.
 
 A wrapper runs what it was planned for. In a graph it reads the buffers that it was given when it was made, and nothing
 else; planning copies into them. Its copies are to be seen by whoever watches, as their sources are our choice; what it
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -25,6 +28,7 @@ __all__ = [
     "causal",
     "check_ints",
     "check_table",
+    "cutlass_fused_moe",
     "opaque",
 ]
 
@@ -324,3 +328,35 @@ class BatchMLAPagedAttentionWrapper(_Wrapper):
         starts, lens = self._starts.tolist(), self._lens.tolist()
         return self._run(query, (rows, ckv_cache[:, :, None]), starts, lens, self._indptr.tolist(), self._indices,
                          self._options)  # fmt: skip
+
+
+# -- fused experts -----------------------------------------------------------------------------------------------------
+
+
+def cutlass_fused_moe(
+    input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output_dtype,
+    quant_scales, ep_size=1, ep_rank=0, output=None, use_fused_finalize=True,
+):  # fmt: skip
+    """Computes from what it is given, in a plain loop; checks what the kernel's binding checks."""
+    tokens, hidden = input.shape
+    held, twice_intermediate, _ = fc1_expert_weights.shape
+    assert not use_fused_finalize, "adds with atomics"
+    assert (token_selected_experts.dtype, token_final_scales.dtype) == (torch.int32, torch.float32)
+    assert token_selected_experts.shape == token_final_scales.shape
+    assert input.dtype == fc1_expert_weights.dtype == fc2_expert_weights.dtype == output_dtype == output.dtype
+    assert fc2_expert_weights.shape == (held, hidden, twice_intermediate // 2)
+    assert tokens, "no kernel runs over nothing"
+    assert not quant_scales
+    for tensor in (input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output):
+        assert tensor.is_contiguous()
+    assert output.shape == input.shape
+    first = ep_rank * held
+    result = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token, ids in enumerate(token_selected_experts.tolist()):
+        for choice, expert in enumerate(ids):
+            if first <= expert < first + held:
+                up, gate = (fc1_expert_weights[expert - first].double() @ input[token].double()).chunk(2)
+                y = fc2_expert_weights[expert - first].double() @ (F.silu(gate) * up)
+                result[token] += token_final_scales[token, choice].item() * y
+    output.copy_(result)
+    return output

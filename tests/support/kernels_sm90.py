@@ -52,17 +52,17 @@ def kernel_of(name: str) -> str:
 
 def compile_parts(parts: frozenset[str], wanted: Callable[[int], bool]) -> dict[str, Line]:
     """Lines of these parts, with the figures of those kernels that are wanted."""
-    moe, others = _launchers()
+    launchers = _launchers()
     launches = Launches(parts, wanted)
     launches.begin(CAPABILITY)
     for compile_part, its_parts in {
-        others.compile_attention: {"attention"},
-        others.compile_latents: {"latents"},
-        others.compile_linear: {"linear"},
-        others.compile_small_kernels: {"models"},
-        moe.compile_experts: {"routing", "experts"},
-        moe.compile_signals: {"signals"},
-        moe.compile_projections: {"projections"},
+        launchers.compile_attention: {"attention"},
+        launchers.compile_latents: {"latents"},
+        launchers.compile_linear: {"linear"},
+        launchers.compile_small_kernels: {"models"},
+        launchers.compile_experts: {"routing", "experts"},
+        launchers.compile_signals: {"signals"},
+        launchers.compile_projections: {"projections"},
     }.items():
         if parts & its_parts:
             compile_part(launches)
@@ -75,12 +75,11 @@ def compile_parts(parts: frozenset[str], wanted: Callable[[int], bool]) -> dict[
     return lines
 
 
-def _launchers() -> tuple[ModuleType, ModuleType]:
+def _launchers() -> ModuleType:
     """They import the project's kernels, which tests that read the table do not need."""
-    import compile_moe_triton
     import compile_triton
 
-    return compile_moe_triton, compile_triton
+    return compile_triton
 
 
 def _share(task: tuple[frozenset[str], int, int, int, int]) -> dict[str, Line]:

@@ -7,14 +7,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ubatch import CommGroup, Trace, tracing
 from ubatch.dbo import dbo_yield
 from ubatch.lanes.context import make_ubatch_contexts
+from ubatch.lanes.single_lane import SingleLane
 from ubatch.lanes.wakeup import Gate
 from ubatch.lanes.workers import LanePool
 from ubatch.schedules.forward_context import ForwardContext
@@ -141,3 +144,11 @@ class OwnThreads:
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive()
+
+
+def alone(group: CommGroup | None, schedule: Schedule, body: Callable[[], Tensor]) -> tuple[Tensor, Trace]:
+    """Run `body` as the only lane of a schedule: single-batch overlap without a model around it."""
+    with closing(SingleLane(torch.device("cpu"))) as lane, tracing() as trace:
+        trace.step = 1
+        (output,) = lane.run([body], schedule, [None], frozenset(() if group is None else group.ranks))
+    return output, trace

@@ -1,4 +1,7 @@
-"""What a command hands to those who do its work: runners, schedulers, sockets, the app, clients. Nothing is started."""
+"""What a command hands to those who do its work: runners, schedulers, sockets, the app, clients. Nothing is started.
+
+`CASES` has a value for every setting of every command that is not its default.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import contextlib
 import io
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,8 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
+from calls import words_of
 from served import signals_kept
 from torch.distributed import HashStore
 
@@ -261,3 +266,27 @@ EFFECTS: dict[str, Callable[[Sequence[str]], Effects]] = {
     "trace": of_trace,
     "tune": of_tune,
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to set a setting; the table, `settings_table.yaml`, says what its fields are."""
+
+    words: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    gpus: int = 0
+    yaml: str = ""
+    off: bool = False
+
+
+def _case(fields: Mapping[str, Any]) -> Case:
+    found = dict(fields)
+    for name in {"words", "beside", "without"} & found.keys():
+        told = found[name]
+        found[name] = tuple(told if isinstance(told, list) else words_of(str(told))[0])
+    return Case(**found)
+
+
+_TABLE = Path(__file__).with_name("settings_table.yaml").read_text(encoding="utf-8")
+CASES: Mapping[str, Case] = {name: _case(fields) for name, fields in yaml.safe_load(_TABLE).items()}

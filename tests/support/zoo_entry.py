@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from torch import Tensor, nn
 from wrapping import Plain
 
@@ -35,6 +38,9 @@ ODD = 7
 VOCABULARY = 64
 SEQUENCE = 5
 """Tokens of a row, and the usual batch that collides with another size of the call."""
+
+SIZES = SimpleNamespace(**yaml.safe_load(Path(__file__).with_name("zoo_sizes.yaml").read_text(encoding="utf-8")))
+"""Sizes of transformers' models, by family."""
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def test_the_tour_names_what_is_there() -> None:
 def test_the_timeline_draws_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its rows are those of `tests/serving/workbench/test_trace_text.py`; here from a file, layer by layer."""
+    """Its rows are those of `tests/serving/workbench/test_trace_drawings.py`; here from a file, layer by layer."""
     spans = [
         Span(SpanKind.COMPUTE, "select", 0, 0.0, 20.0, 1),
         Span(SpanKind.COMPUTE, "layer", 0, 20.0, 81.0, 1),

@@ -22,7 +22,7 @@ from ranks import free_port
 from serving import fork_server
 from serving.cli import main
 from serving.engine import EngineClient, run_node
-from serving.engine.run_folder import RunFolder
+from serving.engine.wire.stores import RunFolder
 from serving.requests import EngineDead
 from serving.server import _end_at_once, _Stop
 

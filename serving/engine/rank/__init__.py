@@ -6,5 +6,5 @@ lockstep       tensor-parallel ranks handle the same messages before the same st
 build          makes a runner and its loop from `EngineOptions`; captures graphs, warms up
 runner_setup   what a checkpoint has, and descriptions of a runner
 listeners      refuses strangers on the ports of gloo
-tracing        traces of steps, for statistics and profiles
+tracing        traces of steps, for statistics and profiles; the load of the experts
 """

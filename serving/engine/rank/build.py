@@ -16,8 +16,8 @@ from moe.balance import part_steps
 from serving.engine.kept import SharedMemory
 from serving.engine.options import EngineOptions
 from serving.engine.rank.core import EngineCore
-from serving.engine.rank.loads import LoadReporter
 from serving.engine.rank.runner_setup import WeightsBar
+from serving.engine.rank.tracing import LoadReporter
 from serving.engine.speculation import make_scheduler, runner_options
 from serving.logs import log_event
 from serving.structured.matcher import GrammarCompiler

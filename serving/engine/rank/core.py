@@ -31,9 +31,8 @@ from typing import Protocol, TypeAlias
 
 from model_runner import RequestError, Step, StepOutput, TokenGrammar
 from model_runner.balance import Mover
-from serving.engine.rank.loads import LoadReporter
-from serving.engine.rank.tracing import StepTracer
-from serving.engine.step_record import StepRecord
+from serving.engine.kept import StepRecord
+from serving.engine.rank.tracing import LoadReporter, StepTracer
 from serving.requests import STEP_TOKENS, EngineStatistics, Observed, RequestInput, RequestOutput
 from serving.scheduler import Scheduler
 from ubatch import Trace, UBatchError

@@ -23,8 +23,8 @@ from attention import KVCacheExhausted
 from model_runner import CheckpointError, CheckpointFileMissing, RequestError, TokenIds
 from moe import ExpertPlacement
 from moe.balance import Ints
+from serving.engine.kept import InStep
 from serving.engine.restarts import RestartReason
-from serving.engine.step_record import InStep
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError, UBatchError
 

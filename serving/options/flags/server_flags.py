@@ -17,7 +17,7 @@ from model_runner import DEFAULT_KV_CACHE_MEMORY, MAX_TOP_LOGPROBS
 from model_runner.parallel import AUTO
 from moe.balance import PARTS, WINDOW_SIZE, part_steps
 from serving.arguments.fields import Flag, Group
-from serving.balance.load_file import KEEP
+from serving.balance.load_book import KEEP
 from serving.engine.options import RestartLimits
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (

@@ -1,18 +1,31 @@
-"""Cells to measure (a kind of step, and its tokens on every rank), the arms to compare in them, synthetic batches."""
+"""Cells to measure (a kind of step, and its tokens on every rank), the arms to compare in them, synthetic batches.
+
+Measured step times by tokens and arm give the best setting for them: which arm, from how many tokens on. An *arm* is a
+way to run a step: serial, or a schedule with its lanes. A *setting* is one arm and a threshold: steps with at least
+that many tokens use the arm, smaller steps run serially. `choose` tries every setting, so its result is the best one
+for the given table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
 from attention import CommonAttentionMetadata
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, Step, build_input_batch
-from serving.workbench.arms.cost_table import SERIAL_ARM
 from ubatch import SCHEDULES, ForwardMode, Schedule, UBatchConfig
+from ubatch.errors import ConfigError
 from ubatch.schedules import SERIAL
+
+SERIAL_ARM = "serial"
+_TIE = 0.005
+"""If the regret of two settings differs by less than this, the one with the simpler arm is chosen."""
+_THRESHOLD_TIE = 0.001
+"""If the regret of two thresholds of an arm differs by less than this, the higher threshold is chosen."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,24 @@ class Grid:
             for power in reversed(range(32))
             if smallest[mode] <= 1 << power <= largest[mode]
         ]
+
+    def shapes(self, cell: Cell) -> list[tuple[int, int, int]]:
+        """For each request of a cell: tokens in the cache, tokens to run, and drafts."""
+        if cell.mode == "decode":
+            return [(self.context, 1, 0)] * cell.tokens
+        if cell.mode == "verify":
+            return [(self.context, 1, self.drafts)] * (cell.tokens // (self.drafts + 1))
+        length = min(self.prompt_len, max(1, cell.tokens // 2))
+        whole, rest = divmod(cell.tokens, length)
+        return [(0, length, 0)] * whole + ([(0, rest, 0)] if rest else [])
+
+    def requests_needed(self) -> int:
+        """Requests of the cell with the most requests."""
+        return max(len(self.shapes(cell)) for cell in self.cells())
+
+    def kv_blocks_needed(self, block_size: int) -> int:
+        """KV blocks per rank of the largest cell."""
+        return max(sum(-(-sum(shape) // block_size) for shape in self.shapes(cell)) for cell in self.cells())
 
 
 @dataclass(frozen=True)
@@ -112,7 +143,7 @@ def make_batch(runner: ModelRunner, cell: Cell, grid: Grid, seed: int) -> Iterat
     generator = torch.Generator().manual_seed(seed)
     shares: list[ScheduledRequest] = []
     try:
-        for index, (cached, length, drafts) in enumerate(request_shapes(cell, grid)):
+        for index, (cached, length, drafts) in enumerate(grid.shapes(cell)):
             size = cached + length + drafts
             tokens = torch.randint(0, runner.config.vocab_size, (size,), generator=generator).tolist()
             request = Request(index, tokens[: cached + length], SamplingParams(max_tokens=1))
@@ -139,23 +170,88 @@ def scattered_metadata(
     return CommonAttentionMetadata.build(*lengths, table.to(device), slots.to(device), mode)
 
 
-def kv_blocks_needed(grid: Grid, block_size: int) -> int:
-    """KV blocks per rank of the largest cell of a grid."""
-    shapes = (request_shapes(cell, grid) for cell in grid.cells())
-    return max(sum(-(-sum(shape) // block_size) for shape in of_cell) for of_cell in shapes)
+# -- step times --------------------------------------------------------------------------------------------------------
 
 
-def requests_needed(grid: Grid) -> int:
-    """Requests of the cell with the most requests."""
-    return max(len(request_shapes(cell, grid)) for cell in grid.cells())
+@dataclass(frozen=True)
+class Setting:
+    """One arm, used from a threshold of tokens on.
+
+    Attributes:
+        arm: its name; `SERIAL_ARM` overlaps nothing.
+        threshold: smallest number of tokens of a step that uses the arm; None with the serial arm.
+    """
+
+    arm: str = SERIAL_ARM
+    threshold: int | None = None
+
+    def arm_for(self, tokens: int) -> str:
+        """The arm for a step of `tokens` tokens."""
+        return self.arm if self.threshold is not None and tokens >= self.threshold else SERIAL_ARM
 
 
-def request_shapes(cell: Cell, grid: Grid) -> list[tuple[int, int, int]]:
-    """For each request: tokens in the cache, tokens to run, and drafts."""
-    if cell.mode == "decode":
-        return [(grid.context, 1, 0)] * cell.tokens
-    if cell.mode == "verify":
-        return [(grid.context, 1, grid.drafts)] * (cell.tokens // (grid.drafts + 1))
-    length = min(grid.prompt_len, max(1, cell.tokens // 2))
-    whole, rest = divmod(cell.tokens, length)
-    return [(0, length, 0)] * whole + ([(0, rest, 0)] if rest else [])
+@dataclass(frozen=True)
+class CostTable:
+    """Step times of one kind of step.
+
+    Attributes:
+        seconds: tokens -> arm -> time of a step, in any one unit per size. An arm without an entry cannot run at that
+            size, and a step of that size is then serial.
+
+    Raises:
+        ConfigError: no sizes, no serial time at one, or a time that is not positive.
+    """
+
+    seconds: Mapping[int, Mapping[str, float]]
+
+    def __post_init__(self) -> None:
+        if not self.seconds:
+            raise ConfigError("a cost table needs the times of at least one size.")
+        for tokens, arms in self.seconds.items():
+            if SERIAL_ARM not in arms:
+                raise ConfigError(f"the cost table has no serial time at {tokens} tokens.")
+            for arm, seconds in arms.items():
+                if not seconds > 0:
+                    raise ConfigError(f"cost table: {arm} takes {seconds} s at {tokens} tokens; it must be positive.")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens, fewest first."""
+        return tuple(sorted(self.seconds))
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Every arm but the serial one, in the order of their first appearance."""
+        return tuple(dict.fromkeys(arm for tokens in self.sizes for arm in self.seconds[tokens] if arm != SERIAL_ARM))
+
+    def time(self, setting: Setting, tokens: int) -> float:
+        """Time of a step of `tokens` tokens (a size of the table) under `setting`."""
+        arms = self.seconds[tokens]
+        return arms.get(setting.arm_for(tokens), arms[SERIAL_ARM])
+
+    def best(self, tokens: int) -> float:
+        """The fastest arm's time."""
+        return min(self.seconds[tokens].values())
+
+    def regret(self, setting: Setting) -> float:
+        """How much slower than the best arm at every size: mean of time over the best arm's time, minus 1; 0.02 is
+        2%."""
+        return fmean(self.time(setting, tokens) / self.best(tokens) for tokens in self.sizes) - 1.0
+
+
+def choose(table: CostTable, simplest_first: Sequence[str] = ()) -> Setting:
+    """The setting with the least regret; among equally good ones the simplest.
+
+    Args:
+        simplest_first: arms, simplest first; the table's order by default.
+    """
+    order = {arm: place for place, arm in enumerate(simplest_first or table.arms)}
+    possible = [Setting(arm, tokens) for arm in table.arms for tokens in table.sizes if arm in table.seconds[tokens]]
+    settings = [(table.regret(setting), setting) for setting in (Setting(), *possible)]
+    limit = min(regret for regret, _ in settings) + _TIE
+
+    as_good = [(regret, setting) for regret, setting in settings if regret <= limit]
+    arm = min((setting.arm for _, setting in as_good), key=lambda name: order.get(name, -1))  # serial is the simplest
+    own = [(regret, setting) for regret, setting in as_good if setting.arm == arm]
+    limit = min(regret for regret, _ in own) + _THRESHOLD_TIE
+    return max((setting for regret, setting in own if regret <= limit), key=lambda setting: setting.threshold or 0)

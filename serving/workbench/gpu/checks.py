@@ -32,13 +32,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serving.workbench.gpu.parts import PARTS, REHEARSAL, names_in, why_not_into, write_section
 
+if TYPE_CHECKING:
+    import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 LINES = "UBATCH_TEST_LINES"
-"""Environment variable: the file into which `pytest_lines` writes a line per test."""
+"""Environment variable: the file into which this module, as a plugin of pytest, writes a line per test."""
+_LONGEST_ERROR = 2000
+"""Most characters of a test's error; its end is kept."""
 _POLL_S = 0.05
 _PROCESSORS_FOR_JOBS = 8
 
@@ -143,7 +148,7 @@ class _Running:
         self._lines, self._output = (Path(self._folder.name) / file for file in ("lines", "output"))
         self._lines.touch()
         selected = "gpu" if device == "cuda" else "not slow"
-        command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.pytest_lines", "-m", selected]
+        command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.checks", "-m", selected]
         command += ["-o", "faulthandler_exit_on_timeout=false"]  # the time budget ends a hanging test
         command += ["-W", "ignore::pytest.PytestConfigWarning", *map(str, files_of(name))]
         processes = min(SECTIONS[name].processes, jobs)
@@ -223,6 +228,39 @@ def _default_jobs() -> int:
     """One job per two processors, if there are 8 or more: tests wait for compilers, and their lanes are threads."""
     processors = len(os.sched_getaffinity(0))
     return processors // 2 if processors >= _PROCESSORS_FOR_JOBS else 1
+
+
+# -- the plugin: a line of JSON as soon as a test ends, so that a crash or a hang loses no earlier result --------------
+
+_worker = False
+"""Whether this is one of several processes of a section. The process that began them receives every test's report."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _worker
+    _worker = hasattr(config, "workerinput")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write a test's call, and its set-up or clean-up if one of them failed or was skipped."""
+    if report.when == "call" or report.outcome != "passed":
+        _write(report.nodeid, report.outcome, report.duration, report.longreprtext)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Write a line for a test file that cannot be imported, or is skipped for a missing package."""
+    if report.outcome != "passed":
+        _write(report.nodeid, report.outcome, 0.0, report.longreprtext)
+
+
+def _write(test: str, outcome: str, seconds: float, error: str) -> None:
+    if _worker:
+        return
+    line = {"test": test, "outcome": outcome, "seconds": round(seconds, 3)}
+    if error:
+        line["error"] = error[-_LONGEST_ERROR:]
+    with Path(os.environ[LINES]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

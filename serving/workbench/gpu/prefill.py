@@ -137,11 +137,11 @@ def _measure_ratio(bench: Bench, section: Section, setting: _Setting, label: str
         lanes = partial(step.run, wrapper, step.overlapped)
         graph = step.capture(bench, wrapper, step.overlapped, lanes, torch.cat(halves()))
         runs["overlapped"] = lanes if graph is None else graph.replay
-        arms = bench.interleave({name: bench.timed(run) for name, run in runs.items()}, label)
+        timed = {name: bench.timed(run) for name, run in runs.items()}
+        arms = section.arms_ms[label] = bench.interleave(timed, label)
     finally:
         wrapper.close()
         model.travel_by(setting.here)
-    section.arms_ms[label] = arms
     for name, values in arms.items():
         section.add(f"{label}: {name}", bootstrap(values), "ms")
     for name, figure in figures_of(arms, _ideal_ms(setting, arms, wrapper.ubatch_config.resolved_schedule())).items():
@@ -227,8 +227,8 @@ def _add_gemm_slowdown(bench: Bench, section: Section, setting: _Setting) -> Non
         alone, beside = bench.timed(products), bench.timed(products)
     figure, note = None, ""
     try:
-        arms = bench.interleave({"alone": alone, "beside_copies": beside}, "GEMM slow-down")
-        section.arms_ms["GEMM slow-down"] = arms
+        timed = {"alone": alone, "beside_copies": beside}
+        arms = section.arms_ms["GEMM slow-down"] = bench.interleave(timed, "GEMM slow-down")
         figure = paired(arms["beside_copies"], arms["alone"])
     except _EndedEarly as early:
         note = str(early)

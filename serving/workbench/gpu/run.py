@@ -50,11 +50,11 @@ SECTIONS: Mapping[str, Plan] = {
     "prefill": Plan("Overlapped prefill over host memory, in graphs", f"{_HERE}.prefill:measure", 152, "first"),
     "moe-decode": Plan("Fused MoE, decode sizes", f"{_HERE}.experts:decode", 85, "first"),
     "decode": Plan("Decode steps as graphs", f"{_HERE}.decode:measure", 110, "rest-1"),
-    "sms": Plan("Grouped GEMM next to a transport on SMs", f"{_HERE}.sms:measure", 20, "rest-1"),
-    "linear": Plan("Linear attention, prompts", f"{_HERE}.linear:prompts", 20, "rest-1"),
+    "sms": Plan("Grouped GEMM next to a transport on SMs", f"{_HERE}.experts:beside_transport", 20, "rest-1"),
+    "linear": Plan("Linear attention, prompts", f"{_HERE}.attention:prompts", 20, "rest-1"),
     "moe-prefill": Plan("Fused MoE, prefill sizes", f"{_HERE}.experts:prefill", 62, "rest-3"),
     "attention": Plan("Paged decode attention", f"{_HERE}.attention:decode", 40, "rest-3"),
-    "lanes": Plan("Eager lanes", f"{_HERE}.lanes:measure", 20, "rest-2"),
+    "lanes": Plan("Eager lanes", f"{_HERE}.decode:eager_lanes", 20, "rest-2"),
 }
 """The sections in the order in which they run: the most important figures first, in case time is short."""
 

@@ -3,11 +3,9 @@
 simulate    the command `ubatch simulate`
 eplb        the command `ubatch eplb`: a placement of experts for recorded loads
 plan        a simulated step; the best schedule for a machine, its token threshold, and what limits it
-costs       a roofline model of one lane in one layer
-kernels     times of single kernels on a GPU
-transfers   times of dispatch and combine, from the number of ranks that hold a token's experts
-shapes      sizes of a model's matrices, and the step that is planned
-constants   GPUs, kernels, links and models; `constants.yaml` has every number with its source
-gates       compares predictions with published measurements
+costs       a roofline model: single kernels on a GPU, dispatch and combine, one lane in one layer
+constants   GPUs, kernels, links and models; `constants.yaml` has every number with its source; sizes of a model's
+            matrices, and the step that is planned
+gates       compares predictions with published measurements, and the planner's placements with the published ones
 measured    compares predictions with this machine
 """

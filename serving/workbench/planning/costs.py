@@ -8,17 +8,177 @@
 
 A lane holds a share of the tokens but reads all weights, so two lanes read them twice: small batches lose by that.
 While high-throughput communication runs during compute, it occupies SMs, and compute has only the others.
+
+Times of single kernels (`KernelTimes`) are from the GPU's datasheet and the share of its peaks that published kernels
+reach; times of dispatch and combine (`Transfers`) from DeepEP's published tables.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from serving.workbench.planning.constants import Hardware, load_constants
-from serving.workbench.planning.kernels import BF16, FP8, KernelTimes
-from serving.workbench.planning.shapes import Mode, ModelShape, Workload
-from serving.workbench.planning.transfers import Transfers, expected_destinations
+from serving.workbench.planning.constants import (
+    Gpu,
+    Hardware,
+    Kernels,
+    Link,
+    Mode,
+    ModelShape,
+    Workload,
+    load_constants,
+)
+from ubatch.errors import ConfigError
 from ubatch.schedules import LayerTimes
+
+FP8, BF16 = 1, 2
+"""Bytes per value."""
+_KINDS = ("dispatch", "combine")
+_BYTES_PER_VALUE = {"dispatch": 1 + 4 / 128, "combine": 2.0}  # fp8 with a float32 scale for 128 values; bf16
+
+
+def interpolated(table: Mapping[int, float], at: float) -> float:
+    """A published table's value at `at`: linear in its logarithm between rows, outside the table the nearest row's."""
+    at = min(max(at, min(table)), max(table))
+    below = max(row for row in table if row <= at)
+    above = min(row for row in table if row >= at)
+    if below == above:
+        return table[below]
+    part = math.log(at / below) / math.log(above / below)
+    return table[below] + part * (table[above] - table[below])
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds of a kernel, the gap to the next one included.
+
+    Attributes:
+        share: share of the SMs that compute has: below 1 while communication runs on the others. Compute has the same
+            share of the memory bandwidth, as communication uses the rest.
+        unlisted: factor on every time, for kernels that the roofline does not list.
+    """
+
+    gpu: Gpu
+    kernels: Kernels
+    share: float = 1.0
+    unlisted: float = 1.0
+
+    def gemm(self, rows: float, n: int, k: int, *, width: int = FP8, groups: float = 1.0) -> float:
+        """`[rows, k] x [k, n]` with a bf16 output, `width` bytes per value in both inputs; with `groups` (an expected
+        value, so it need not be whole), that many `[k, n]`, each for an equal share of the rows."""
+        kernel, gpu = self.kernels.gemm, self.gpu
+        moved = groups * n * k * width + rows * k * width + rows * n * BF16
+        tiled = groups * kernel.tile_rows * -(-rows / groups // kernel.tile_rows)
+        tflops = gpu.fp8_tflops * kernel.fp8_fraction if width == FP8 else gpu.bf16_tflops * kernel.bf16_fraction
+        memory = moved / self._bytes_per_s(kernel.hbm_fraction)
+        compute = 2 * tiled * n * k / (tflops * 1e12 * self.share)
+        both = (memory**kernel.norm + compute**kernel.norm) ** (1 / kernel.norm)
+        return self._with_overhead(kernel.launch_us, both)
+
+    def elementwise(self, moved: float) -> float:
+        """A kernel that reads and writes `moved` bytes in all."""
+        kernel = self.kernels.elementwise
+        return self._with_overhead(kernel.launch_us, moved / self._bytes_per_s(kernel.hbm_fraction))
+
+    def decode_attention(self, flops: float, moved: float) -> float:
+        """Core attention of `flops` operations that reads `moved` bytes of the cache."""
+        kernel = self.kernels.attention_decode
+        compute = flops / (self.gpu.bf16_tflops * 1e12 * kernel.flops_fraction * self.share)
+        return self._with_overhead(kernel.fixed_us, max(compute, moved / self._bytes_per_s(kernel.hbm_fraction)))
+
+    def prefill_attention(self, flops: float, length: int) -> float:
+        """Core attention of prompts of `length` tokens; `flops` leaves out masked pairs."""
+        kernel = self.kernels.attention_prefill
+        reached = interpolated(kernel.tflops, length) / kernel.peak_tflops
+        return self._with_overhead(0.0, flops / (self.gpu.bf16_tflops * 1e12 * reached * self.share))
+
+    def _bytes_per_s(self, fraction: float) -> float:
+        return self.gpu.hbm_gb_per_s * 1e9 * fraction * self.share
+
+    def _with_overhead(self, fixed_us: float, seconds: float) -> float:
+        return self.unlisted * ((fixed_us + self.kernels.gap_us) * 1e-6 + seconds)
+
+
+class Transfers:
+    """Dispatch and combine between `ep` ranks, for one model: by tokens, width, top-k and the network card.
+
+        low latency       latency + bytes / bandwidth; sending and receiving occupy SMs, the time between only the link
+        high throughput   bytes / bandwidth; a token's bytes count once for each node that it goes to
+
+    Raises:
+        ConfigError: there are more ranks than in any published row, or fewer than two.
+    """
+
+    def __init__(self, model: ModelShape, link: Link, ep: int) -> None:
+        largest = max(link.low_latency_us)
+        if not 2 <= ep <= largest:
+            raise ConfigError(f"ep must lie between 2 and {largest}, the most that was published, not {ep}.")
+        self.model = model
+        self.link = link
+        self.ep = ep
+
+    def extrapolated(self, *, prefill: bool) -> bool:
+        """Whether `ep` is outside the range of the published table."""
+        table = self.link.high_throughput_gb_per_s if prefill else self.link.low_latency_us
+        return not min(table) <= self.ep <= max(table)
+
+    def low_latency_s(self, kind: str, tokens: int, chunks: int, skew: float) -> tuple[float, float, float]:
+        """Seconds of sending (on SMs), of the link and of receiving (on SMs), all chunks together."""
+        link, model = self.link, self.model
+        reference = link.reference_tokens * link.reference_top_k * link.reference_hidden
+        share = tokens * model.top_k * model.hidden / reference
+        carried_us = _at(link.low_latency_us, self.ep, kind) - link.latency_us
+        carried_us *= share * skew * self._slower_card()
+        total_us = chunks * link.latency_us + carried_us
+        ends_us = [
+            chunks * empty + (full - empty) * share for empty, full in (link.send_us[kind], link.receive_us[kind])
+        ]
+        return ends_us[0] * 1e-6, max(0.0, total_us - sum(ends_us)) * 1e-6, ends_us[1] * 1e-6
+
+    def high_throughput_s(self, kind: str, tokens: int, chunks: int) -> float:
+        """Seconds of a transfer, all chunks together."""
+        link, model = self.link, self.model
+        places = self.ep if self.ep <= link.gpus_per_node else -(-self.ep // link.gpus_per_node)
+        moved = tokens * expected_destinations(model, places, chunks) * model.hidden * _BYTES_PER_VALUE[kind]
+        speed = _at(link.high_throughput_gb_per_s, self.ep, kind) * 1e9
+        return chunks * link.latency_us * 1e-6 + moved / speed * self._slower_card()
+
+    def _slower_card(self) -> float:
+        """Factor on the measured time because of another network card; 1 inside a node."""
+        inside = self.ep <= self.link.gpus_per_node
+        return 1.0 if inside else self.link.reference_nic_gb_per_s / self.link.nic_gb_per_s
+
+
+def _at(table: Mapping[int, tuple[float, float]], ep: int, kind: str) -> float:
+    column = _KINDS.index(kind)
+    return interpolated({ranks: row[column] for ranks, row in table.items()}, ep)
+
+
+def expected_destinations(model: ModelShape, places: int, chunks: int = 1) -> float:
+    """Expected transfers of one token: it travels once to each place (rank or node) that holds one of its experts.
+
+    With chunks, it travels once to each chunk of a place that holds one of its experts, so there are more transfers
+    (x1.48 for 2 places, 32 experts, top 4; x1.06 for 32 places, 256 experts, top 8). Each place has an equal share of
+    the experts, and each chunk is assumed to hold an even mix of its place's groups.
+    """
+    here = model.experts / places  # experts of one place
+    spanned = max(1, round(model.groups / places))  # groups that a place's experts belong to
+    pool = model.experts * model.top_groups // model.groups
+    missed = 0.0
+    for chosen in range(min(spanned, model.top_groups) + 1):
+        ways = math.comb(spanned, chosen) * math.comb(model.groups - spanned, model.top_groups - chosen)
+        eligible = here / chunks * chosen / spanned
+        missed += ways / math.comb(model.groups, model.top_groups) * _none_of(pool, eligible, model.top_k)
+    return places * chunks * (1.0 - missed)
+
+
+def _none_of(pool: int, some: float, drawn: int) -> float:
+    """Probability that `drawn` items from `pool` include none of `some` items; `some` need not be whole."""
+    probability = 1.0
+    for taken in range(drawn):
+        probability *= max(0.0, pool - some - taken) / (pool - taken)
+    return probability
 
 
 @dataclass(frozen=True)

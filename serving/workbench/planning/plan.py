@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serving.workbench.planning.constants import Hardware
+from serving.workbench.planning.constants import Hardware, ModelShape, Workload
 from serving.workbench.planning.costs import LaneCosts, LayerCosts
-from serving.workbench.planning.shapes import ModelShape, Workload
 from ubatch import SCHEDULES, Schedule
 from ubatch.schedules import SERIAL, Compute, Launch, Op, Timeline, Wait, layer_program, search_schedules, simulate
 

@@ -17,18 +17,23 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from moe import ExpertPlacement
+from moe.balance import read_loads
 from serving.arguments.fields import Flag
 from serving.hub import find_checkpoint, looks_like_name
 from serving.workbench.bench.options import FileOptions
 from serving.workbench.bench.provenance import provenance_of
 from serving.workbench.bench.statistics import write_json
-from serving.workbench.planning.balancing import balancing_gates
-from serving.workbench.planning.constants import load_constants
-from serving.workbench.planning.gates import NAME_WIDTH, Gate, published_gates
-from serving.workbench.planning.held_out import held_out_gates
-from serving.workbench.planning.loads import skews_of_files
+from serving.workbench.planning.constants import Mode, ModelShape, Workload, load_constants, read_model
+from serving.workbench.planning.gates import (
+    NAME_WIDTH,
+    Gate,
+    balancing_gates,
+    held_out_gates,
+    layer_skews,
+    published_gates,
+)
 from serving.workbench.planning.plan import Plan, make_plan
-from serving.workbench.planning.shapes import Mode, Workload, read_model
 from ubatch.errors import ConfigError
 
 _COMPARES = ("gates", "measured", "live")
@@ -154,6 +159,39 @@ def _plan(options: Options) -> Plan:
         skews=skews,
     )
     return make_plan(model, hardware, workload, max_lanes=options.max_lanes, max_chunks=options.max_chunks)
+
+
+def skews_of_files(
+    model: ModelShape, ep: int, redundant: int, loads_file: Path, placement_file: Path | None
+) -> tuple[float, ...]:
+    """For every MoE layer, the busiest rank's load over the mean, from the files that the flags name.
+
+    Args:
+        ep: ranks.
+        redundant: experts in addition to the model's own; without a placement, they are copies of the first ones.
+        loads_file: see `moe.balance.read_loads`.
+        placement_file: see `ExpertPlacement.load`; None places experts in the order of their ids.
+
+    Raises:
+        ConfigError: a file cannot be read, or is of another model or other ranks.
+    """
+    loads = read_loads(loads_file)
+    expected = model.moe_layers, model.experts
+    if loads.shape[1:] != expected:
+        raise ConfigError(
+            f"--expert-loads: {loads_file} has {loads.shape[1]} MoE layers of {loads.shape[2]} experts, but "
+            f"{model.name} has {expected[0]} of {expected[1]}. Name its model with --model."
+        )
+    if placement_file is None:
+        return layer_skews(ExpertPlacement.default(*expected, ep, redundant), loads)
+    placement = ExpertPlacement.load(placement_file)
+    found = placement.num_layers, placement.num_experts, placement.num_ranks
+    if found != (*expected, ep):
+        raise ConfigError(
+            f"--expert-placement: {placement_file} places {found[1]} experts of {found[0]} MoE layers on {found[2]} "
+            f"ranks, but the step has {expected[1]} of {expected[0]} on {ep} (--ep)."
+        )
+    return layer_skews(placement, loads)
 
 
 def print_gates(gates: Sequence[Gate]) -> None:

@@ -18,8 +18,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
-from serving.workbench.tracing.finding import Finding, FindingKind
-from serving.workbench.tracing.inside import exposed, hand_offs, idle, meetings, nothing_to_hide, uneven
+from serving.workbench.tracing.inside import (
+    Finding,
+    FindingKind,
+    exposed,
+    hand_offs,
+    idle,
+    meetings,
+    nothing_to_hide,
+    uneven,
+)
 from serving.workbench.tracing.steps import LEAST_STEPS, SizeClass, StepRecord, compare
 from ubatch import DeclineReason, ForwardMode
 from ubatch.schedules import mode_key

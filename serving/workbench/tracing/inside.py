@@ -1,4 +1,4 @@
-"""Diagnose where the time inside overlapped steps goes.
+"""Findings, the results of rules; and the rules that diagnose where the time inside overlapped steps goes.
 
 nothing_to_hide   steps send nothing
 exposed           steps wait for the link: because it is too slow, or because of the schedule
@@ -10,16 +10,35 @@ uneven            a lane or rank computes longer than the others
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from statistics import fmean
 
-from serving.workbench.tracing.finding import Finding, FindingKind
 from serving.workbench.tracing.steps import LEAST_STEPS, StepRecord
 
 EXPOSED_SHARE = 0.15
 HAND_OFF_SHARE = 0.03
 IDLE_SHARE = 0.1
 UNEVEN = 1.25
+
+
+class FindingKind(StrEnum):
+    PROBLEM = "problem"
+    """overlap costs time"""
+    HINT = "hint"
+    """overlap could gain more"""
+    GOOD = "good"
+    FACT = "fact"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding of the diagnosis: a sentence, and its numbers by name; shares are fractions, times are seconds."""
+
+    kind: FindingKind
+    text: str
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def nothing_to_hide(steps: Sequence[StepRecord]) -> Iterable[Finding]:

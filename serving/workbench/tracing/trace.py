@@ -24,9 +24,8 @@ from serving.options import TRACE, Layer, Settings, chosen_dtype, describe_setti
 from serving.options.sources import Source, settle_environment, spelled_flag
 from serving.workbench.bench.statistics import columns
 from serving.workbench.tracing.diagnosis import diagnose
-from serving.workbench.tracing.expert_map import as_document
-from serving.workbench.tracing.experts import RecordedLoads, loads_of_file, loads_of_traces
-from serving.workbench.tracing.finding import Finding
+from serving.workbench.tracing.experts import RecordedLoads, as_document, draw_balance, loads_of_file, loads_of_traces
+from serving.workbench.tracing.inside import Finding
 from serving.workbench.tracing.offline import OfflineRun, choose_run, pick_link, record, record_serial
 from serving.workbench.tracing.steps import Group, StepRecord, between_steps, group_steps, read_steps
 from ubatch import ConfigError, Remark, UBatchError, write_chrome, write_html
@@ -283,7 +282,7 @@ def _show_loads(s: Settings) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_html(path, {}, title="expert load", summary=facts, sections=[loads.section()])
-        picture.write_text(as_document(loads.picture()), encoding="utf-8")
+        picture.write_text(as_document(draw_balance(loads.whole, loads.placement)), encoding="utf-8")
     except OSError as error:
         raise _cannot_write(s["out"], error) from error
     print(f"wrote {path}\nwrote {picture}\nexperts: {loads.sentence}.")

@@ -38,32 +38,16 @@ from serving.options import (
 )
 from serving.options.flags.tables import Measurement
 from serving.ranks import terminated_as_exit
-from serving.workbench.arms.cells import Grid, requests_needed
+from serving.workbench.arms.cells import Grid
 from serving.workbench.bench.statistics import environment
-from serving.workbench.tuning.measure import Plan, State, load_state, state_file
-from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
-from serving.workbench.tuning.rank import Measured, tune_rank
-from serving.workbench.tuning.report import Result, make_result
+from serving.workbench.tuning.measure import Measured, Plan, State, load_state, state_file, tune_rank
+from serving.workbench.tuning.report import Result, can_draw_png, make_result, write_html, write_png
 from ubatch import ConfigError, UBatchConfig
 
 _TIMEOUT_S = 300.0
 
 
-class TuneCommand(Command):
-    """What to measure, and where to write the best settings."""
-
-    @property
-    def out(self) -> Path:
-        path: Path = self.settings["out"]
-        return path
-
-    def plan(self) -> Plan:
-        """What the ranks measure, from the settings."""
-        s = self.settings
-        return Plan(_grid(s), s["lanes"], s["rounds"], s["max_seconds"], s["search_best"])
-
-
-def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
+def read(program: str, description: str, words: Sequence[str]) -> Command:
     """Read the command line, the settings file that it names, and the environment.
 
     Raises:
@@ -94,7 +78,7 @@ def read(program: str, description: str, words: Sequence[str]) -> TuneCommand:
             f"the checkpoint has {s['max_model_len']} positions, but {s.spell('prompt_len')} and {s.spell('context')} "
             f"need {longest}."
         )
-    return TuneCommand(s, _engine(s), print_config, tuple(notes(s)))
+    return Command(s, _engine(s), print_config, tuple(notes(s)))
 
 
 def _derive_device(s: Settings, gpus: int) -> Settings:
@@ -108,7 +92,7 @@ def _derive_device(s: Settings, gpus: int) -> Settings:
 def _engine(s: Settings) -> EngineOptions:
     """The options of the ranks. All that determines what they do must be in them: the machines compare these."""
     grid, engine = _grid(s), to_engine_options(s)
-    most = requests_needed(grid)
+    most = grid.requests_needed()
     scheduler = replace(engine.scheduler, max_num_seqs=most, max_num_batched_tokens=max(grid.max_prefill_tokens, most))
     job = {name: s[name] for name in Measurement.model_fields if name != "data_parallel_size"}
     return replace(engine, dbo=UBatchConfig(timeout_s=_TIMEOUT_S), scheduler=scheduler, job=job)
@@ -119,7 +103,7 @@ def _grid(s: Settings) -> Grid:
     return Grid(s["modes"], *(s[name] for name in sizes))
 
 
-def run(command: TuneCommand) -> int:
+def run(command: Command) -> int:
     """Measure, and on machine 0 print and write the settings. A run that ends early keeps its measurements there.
 
     Raises:
@@ -129,9 +113,11 @@ def run(command: TuneCommand) -> int:
     if command.print_config:
         print(describe_settings(command.settings))
         return 0
-    print_notes("ubatch tune", (*chosen_dtype(command.settings), *command.notes))
-    fetch_checkpoints(command.settings)
-    engine, out, plan = command.engine, command.out, command.plan()
+    engine, s = command.engine, command.settings
+    print_notes("ubatch tune", (*chosen_dtype(s), *command.notes))
+    fetch_checkpoints(s)
+    out: Path = s["out"]
+    plan = Plan(_grid(s), s["lanes"], s["rounds"], s["max_seconds"], s["search_best"])
     path = state_file(out)
     if engine.node_rank:
         status = run_node(engine, engine_main=partial(tune_rank, plan, State({}), path))
@@ -145,7 +131,7 @@ def run(command: TuneCommand) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     with terminated_as_exit():  # and so the ranks end, too
         measured = asyncio.run(_measure(engine, partial(tune_rank, plan, state, path)))
-    facts = _facts(engine, plan.grid, Path(command.settings["model"]).name, measured.state)
+    facts = _facts(engine, plan.grid, Path(s["model"]).name, measured.state)
     _write(make_result(plan.grid.cells(), measured.arms, measured.state, facts), out)
     path.unlink(missing_ok=True)
     return 0
@@ -195,7 +181,7 @@ _NO_FIGURE = frozenset(
 """Settings that do not change the figures: a run with other values of them resumes the state (`out` names its file)."""
 
 
-def _key(options: TuneCommand) -> dict[str, Any]:
+def _key(options: Command) -> dict[str, Any]:
     """The settings and facts that the figures depend on, as plain values."""
     settings = options.settings
     values = {name: settings[name] for name in settings.table.settings if name not in _NO_FIGURE}

@@ -16,11 +16,10 @@ import pytest
 import torch
 from attention_batches import AnyBatch, Batch, MLABatch, make_batch, make_mla_batch
 from attention_conformance import Bench, check, lanes_between
-from c_kernels import KINDS, needs_c, use_instructions
+from c_kernels import KINDS, needs_c, on_threads, use_instructions
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch_threads import on_threads
 
 from attention import AttentionShape, MLAShape, UBatchAttention, make_attention_backend, split_attn_metadata
 from attention.backends.native import mha as native_mha

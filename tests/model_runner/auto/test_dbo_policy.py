@@ -12,7 +12,7 @@ from model_runner.auto import size_times
 from model_runner.auto.dbo_policy import Policy, Seen
 from model_runner.auto.size_times import Level, SizeTimes
 from model_runner.auto.step_stages import Stages
-from serving.workbench.arms.cost_table import SERIAL_ARM, CostTable, Setting, choose
+from serving.workbench.arms.cells import SERIAL_ARM, CostTable, Setting, choose
 from ubatch import ConfigError
 
 

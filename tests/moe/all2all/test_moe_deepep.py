@@ -27,7 +27,7 @@ from deepep_cases import (
     tokens_of,
     transport,
 )
-from only_lane import alone
+from lanes import alone
 
 from moe import BatchedDispatch, Dispatched, quantize_blocks
 from ubatch import (
@@ -205,7 +205,7 @@ def _quantised_by_the_kernel(rank: int, group: CommGroup) -> None:
 def test_signatures_are_deepeps() -> None:
     if importlib.util.find_spec("deep_ep") is None:
         pytest.skip("DeepEP is not installed, so nothing to compare the stand-in's signatures with")
-    from deep_ep_standin_elastic import ElasticBuffer
+    from deep_ep_standin_buffers import ElasticBuffer
 
     real = importlib.import_module("deep_ep")
     for standin in (deep_ep_standin.Buffer, ElasticBuffer):

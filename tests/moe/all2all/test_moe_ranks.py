@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lanes import alone
 from moe_layers import Layer, Routed, Stack, lanes_of, make_layer, make_tokens, run_checks
-from only_lane import alone
 from torch import Tensor, nn
 
 from moe import EmulatedLink, FusedMoEModularKernel, local_experts, make_all2all, mask_padding

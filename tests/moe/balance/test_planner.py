@@ -13,7 +13,7 @@ from moe.balance import arrivals, is_hierarchical, plan_placement
 from moe.balance.packing import pack, replicate
 from moe.balance.swaps import swap
 from moe.placement import IDLE, ExpertPlacement, Floats
-from serving.workbench.planning.published_eplb import published_placement
+from serving.workbench.planning.gates import published_placement
 from ubatch import ConfigError
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from flashinfer_standin_moe import cutlass_fused_moe
+from flashinfer_standin_wrappers import cutlass_fused_moe
 from moe_layers import Layer, Routed, make_layer, make_tokens
 from torch import Tensor, nn
 from triton_batches import DEVICE

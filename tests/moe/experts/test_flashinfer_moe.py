@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_standin_moe import cutlass_fused_moe
+from flashinfer_standin_wrappers import cutlass_fused_moe
 from torch import Tensor
 
 from moe import make_experts

@@ -10,11 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from c_kernels import needs_c
+from c_kernels import needs_c, on_threads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch_threads import on_threads
 
 from moe import NativeLinear, grouped_linear
 from moe.experts.cpu.native import NativeExperts

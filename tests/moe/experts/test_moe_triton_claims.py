@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from lanes import alone
 from moe_layers import make_layer, make_tokens
-from only_lane import alone
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` installs it")

@@ -15,8 +15,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
-from serving.engine.wire.gate import CurveGate, Seldom
-from serving.engine.wire.link import EngineLink
+from serving.engine.wire.link import CurveGate, EngineLink, Seldom
 from serving.engine.wire.messages import Failed, FromEngine, NodeAlive, Outputs, Refused, decode_from_engine
 from serving.engine.wire.secret import ClusterSecret, CurveKeys
 from serving.requests import EngineStatistics, RequestOutput
@@ -169,7 +168,7 @@ async def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_re
 
 
 async def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.engine.wire.gate.MOST_BYTES", 4096)
+    monkeypatch.setattr("serving.engine.wire.link.MOST_BYTES", 4096)
     async with guarded(KEYS) as (router, address):
         with linked(address, "rank-1", KEYS) as link:
             link._socket.send(b"x" * 4096)  # as long as the link sends
@@ -180,7 +179,7 @@ async def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatc
 
 async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself zmq would wait for 30 s."""
-    monkeypatch.setattr("serving.engine.wire.gate._HANDSHAKE_MS", 300)
+    monkeypatch.setattr("serving.engine.wire.link._HANDSHAKE_MS", 300)
     async with guarded(KEYS) as (_, address):
         host, port = address.removeprefix("tcp://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

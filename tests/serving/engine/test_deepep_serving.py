@@ -22,9 +22,9 @@ import torch
 from deep_ep_standin_events import calls
 from engine_mains import started, tokens_of
 from fake_graphs import FakeGraphs
-from runner_graph_cases import EXPERTS
+from runner_graph_cases import EXPERTS, TINY
 
-from model_runner import ModelRunner, RandomQwen3Moe, SamplingParams, make_random_qwen3_moe
+from model_runner import ModelRunner, SamplingParams, make_random_qwen3_moe
 from ranks import run_ranks
 from serving.engine import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
@@ -40,18 +40,9 @@ pytestmark = pytest.mark.ranks
 BACKENDS = ("deepep_high_throughput", "deepep_low_latency", "deepep_auto", "deepep_v2")
 REQUESTS, PROMPT, NEW = 256, 8, 4
 PARAMS = SamplingParams(max_tokens=NEW, ignore_eos=True)
-WIDE = RandomQwen3Moe(
-    vocab_size=61,
-    hidden_size=2048,  # the smallest that low latency has kernels for
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    max_position_embeddings=64,
-)
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+WIDE = replace(TINY, **SMALL, num_experts=8, moe_intermediate_size=8, hidden_size=2048)
+"""The hidden size is the smallest that low latency has kernels for."""
 
 
 def options_of(checkpoint: str, ranks: int, backend: str) -> EngineOptions:

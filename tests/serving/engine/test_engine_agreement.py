@@ -17,26 +17,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import zmq
-from engine_mains import tiny
+from engine_mains import secret_file, sleep_for_ever, tiny
 from repository import TINY_MOE
 
 from ranks import free_port
 from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.options import RestartLimits
 from serving.engine.speculation import Algorithm, SpeculationConfig
+from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import describe_shape, require_same_shape
-from serving.engine.wire.messages import (
-    Alive,
-    Failed,
-    Finished,
-    NodeAlive,
-    Outputs,
-    ProfileWritten,
-    Ready,
-    Refused,
-    encode,
-)
-from serving.engine.wire.rendezvous import Place, Run, check_node, claim_node, join_run, post_node
+from serving.engine.wire.rendezvous import Run, check_node, claim_node, join_run, post_node
 from serving.requests import EngineStatistics
 from serving.scheduler import SchedulerConfig
 from ubatch import ConfigError, UBatchConfig
@@ -133,17 +123,6 @@ def test_a_second_node_of_the_same_rank_is_refused() -> None:
         claim_node(run, 1)
 
 
-def sleep_for_ever(options: EngineOptions, rank: int, place: Place) -> None:
-    """A rank that never gets ready."""
-    asyncio.run(asyncio.sleep(3600))
-
-
-def secret_of(path: Path, text: str) -> Path:
-    path.touch(0o600)
-    path.write_text(text)
-    return path
-
-
 @pytest.mark.parametrize(
     ("stranger", "secrets", "why"),
     [
@@ -160,7 +139,7 @@ async def test_nodes_that_do_not_fit_both_say_so_and_end_at_once(
     stranger: dict[str, Any], secrets: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
     common = {"master_port": free_port()}
-    files = [{"cluster_secret_file": secret_of(tmp_path / text[:4], text)} for text in secrets] or [{}, {}]
+    files = [{"cluster_secret_file": secret_file(tmp_path / text[:4], text)} for text in secrets] or [{}, {}]
     other = two_nodes(**common, **files[1], **stranger)
     node = asyncio.create_task(asyncio.to_thread(run_node, other, engine_main=sleep_for_ever))
     start = EngineClient.start(two_nodes(**common, **files[0]), engine_main=sleep_for_ever)
@@ -172,9 +151,10 @@ async def test_nodes_that_do_not_fit_both_say_so_and_end_at_once(
 
 
 OF_RANK_9 = [
-    *(Ready(9, 1, 1, ""), Alive(9, 0.0), Outputs(9, 0, (), EngineStatistics()), Refused(9, "a", "RequestError", "no")),
-    *(Failed(9, "is no more"), Finished(9, ""), ProfileWritten(9, "", None)),
-    *(Ready(1, 1, 1, ""), Finished(0, "")),  # in another's name
+    *(wire.Ready(9, 1, 1, ""), wire.Alive(9, 0.0), wire.Outputs(9, 0, (), EngineStatistics())),
+    *(wire.Refused(9, "a", "RequestError", "no"), wire.Failed(9, "is no more"), wire.Finished(9, "")),
+    wire.ProfileWritten(9, "", None),
+    *(wire.Ready(1, 1, 1, ""), wire.Finished(0, "")),  # in another's name
 ]
 
 
@@ -190,18 +170,18 @@ async def test_a_message_of_no_rank_of_this_run_changes_nothing(caplog: pytest.L
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt_string(zmq.IDENTITY, name)
             socket.connect(address)
-            socket.send(encode(message))
+            socket.send(wire.encode(message))
 
-    send("rank-0", Ready(0, 1, 1, ""))
+    send("rank-0", wire.Ready(0, 1, 1, ""))
     for message in OF_RANK_9:
         send("rank-9", message)
-    send("node-9", NodeAlive(9))
+    send("node-9", wire.NodeAlive(9))
     await asyncio.sleep(0.5)
     assert not client._runs.run.all_ready.done()
     assert not client._finished.done()
     assert not receiving.done()
     assert client._runs.run.liveness._nodes == {}
-    send("rank-1", Ready(1, 1, 1, ""))
+    send("rank-1", wire.Ready(1, 1, 1, ""))
     await asyncio.wait_for(client._runs.run.all_ready, 10)
     receiving.cancel()
     await client._end(0.0)

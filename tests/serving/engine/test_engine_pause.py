@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fake_device import FakeDevice, FakeStep, make_core
-from fake_links import FakeLink
+from fake_device import FakeDevice, FakeLink, FakeStep, make_core
 from fake_runner import expected
 
 from model_runner import SamplingParams, Step
 from ranks import run_ranks
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import Engine
-from serving.engine.wire.messages import Add, Outputs, Shutdown, ToEngine, Wake
+from serving.engine.wire.messages import Add, Shutdown, ToEngine, Wake
 from serving.requests import RequestInput
 from ubatch import CommGroup
 
@@ -71,12 +70,7 @@ def serve(rank: int, world_size: int, overlap: bool, scripts: Sequence[Script]) 
     dist.barrier()
     options = EngineOptions(Path("model"), data_parallel_size=2)
     Engine(options, rank, core, group, link).serve()
-    tokens: dict[str, list[int]] = {}
-    for message in link.heard:
-        if isinstance(message, Outputs):
-            for output in message.outputs:
-                tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    return tokens, link.slept
+    return link.tokens(), link.slept
 
 
 def tokens_of(request: RequestInput) -> list[int]:

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 from dense_checkpoint import make_small
-from engine_mains import is_alive, run_drowsy_engine, tiny, tokens_of, wait_for
-from engine_served import LONG, PARAMS, PROMPTS, Served, cpu_seconds, outputs_of_one_rank
+from engine_mains import LONG, PARAMS, PROMPTS, Served, is_alive, run_drowsy_engine, tiny, tokens_of, wait_for
 from grammars import regex
 from repository import TINY_MOE
 
@@ -26,7 +25,8 @@ from attention import KVCacheExhausted
 from model_runner import RequestError, SamplingParams
 from serving import LLM
 from serving.cli import main
-from serving.requests import EngineDead, RequestInput
+from serving.engine.offline import InProcessEngine
+from serving.requests import EngineDead, RequestInput, RequestOutput
 from serving.text.tokenizer import load_tokenizer
 from ubatch.ranks.launch_order import VARIABLE
 
@@ -65,7 +65,17 @@ def served(request: pytest.FixtureRequest) -> Iterator[ServedPair]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    return outputs_of_one_rank()
+    """What one rank alone gives for each prompt."""
+    outputs: dict[str, list[int]] = {}
+    engine = InProcessEngine(tiny())
+
+    def take(output: RequestOutput) -> bool:
+        outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        return True
+
+    engine.run([RequestInput(str(i), *each) for i, each in enumerate(zip(PROMPTS, PARAMS, strict=True))], take)
+    engine.close()
+    return [outputs[str(index)] for index in range(len(PROMPTS))]
 
 
 def test_the_streams_are_those_of_one_rank_alone(served: ServedPair, expected: list[list[int]]) -> None:
@@ -100,6 +110,12 @@ def test_requests_that_come_together_start_in_the_same_step() -> None:
 def test_ranks_that_pause_use_no_cpu_and_wake_again(served: ServedPair, expected: list[list[int]]) -> None:
     assert used_while_idle_s(served) < 0.3
     assert served.run(served.all_outputs("again")) == expected
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def used_while_idle_s(served: Served) -> float:

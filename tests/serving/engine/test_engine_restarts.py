@@ -1,4 +1,5 @@
-"""Engines that are killed are started again, and every request goes on."""
+"""Engines that are killed are started again, and every request goes on; one that kills them each time that it runs,
+among others, ends alone."""
 
 from __future__ import annotations
 
@@ -9,27 +10,17 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import engine_mains as mains
 import pytest
 import zmq
-from engine_mains import (
-    POISON,
-    exit_at_once,
-    is_alive,
-    kill_engine,
-    run_engine_with_poisonable_schedule,
-    run_poisonable_engine,
-    started,
-    tiny,
-    tokens_of,
-    wait_for,
-)
-from engine_served import PARAMS, PROMPTS
+from engine_mains import PARAMS, PROMPTS, is_alive, kill_engine, started, tiny, tokens_of, two_nodes, wait_for
 from forked import own_server
 
 from model_runner import SamplingParams
@@ -38,7 +29,7 @@ from serving.engine import EngineClient, EngineOptions
 from serving.engine.launch import EngineMain, LocalEngines
 from serving.engine.options import RestartLimits
 from serving.engine.rank.process import run_engine
-from serving.engine.run_host import RunHost
+from serving.engine.run import RunHost
 from serving.engine.wire.rendezvous import Place
 from serving.requests import EngineDead, EngineRestarting, PoisonousRequest, RequestInput
 from ubatch import UBatchConfig, UBatchError
@@ -58,8 +49,8 @@ def restarting(most: int = 3, **options: Any) -> EngineOptions:
     return tiny(**{"restarts": RestartLimits(most), **options})
 
 
-async def all_outputs(client: EngineClient, prefix: str) -> list[list[int]]:
-    named = enumerate(zip(PROMPTS, LONGER, strict=True))
+async def all_outputs(client: EngineClient, prefix: str, most: int = len(PROMPTS)) -> list[list[int]]:
+    named = enumerate(zip(PROMPTS[:most], LONGER[:most], strict=True))
     return await asyncio.gather(*[tokens_of(client, f"{prefix}-{index}", *each) for index, each in named])
 
 
@@ -153,7 +144,7 @@ def fails_when_it_starts_again(options: EngineOptions, rank: int, place: Place) 
     started = options.profile_folder / "started"
     started.write_text(f"{started.read_text() if started.exists() else ''}!")
     if started.read_text() == "!!":
-        exit_at_once(options, rank, place)
+        mains.exit_at_once(options, rank, place)
     run_engine(options, rank, place)
 
 
@@ -165,35 +156,48 @@ async def test_a_failure_during_the_restart_counts_as_one_more(tmp_path: Path) -
         assert sum(client.restarts.values()) == 2
 
 
-@pytest.mark.wide
+SLOW = pytest.mark.slow
+
+
+@asynccontextmanager
+async def engines(main: EngineMain, *, nodes: int = 1, **options: Any) -> AsyncIterator[EngineClient]:
+    if nodes > 1:
+        async with two_nodes(main, **options) as (client, _):
+            yield client
+        return
+    async with started(tiny(**options), main) as client:
+        yield client
+
+
 @pytest.mark.parametrize(
-    "main",
+    ("main", "options"),
     [
-        pytest.param(run_poisonable_engine, id="step"),
-        pytest.param(run_engine_with_poisonable_schedule, id="schedule", marks=pytest.mark.slow),
+        pytest.param(mains.run_poisonable_engine, WAYS["data parallel"], id="data parallel", marks=pytest.mark.wide),
+        pytest.param(mains.run_engine_with_poisonable_schedule, WAYS["data parallel"], id="schedule", marks=SLOW),
+        pytest.param(mains.run_poisonable_engine, WAYS["tensor parallel"], id="tensor parallel", marks=SLOW),
+        pytest.param(mains.run_poisonable_engine, {"nodes": 2, "expert_parallel": True}, id="two nodes", marks=SLOW),
+        pytest.param(mains.run_poisonable_engine, {}, id="one rank"),
+        pytest.param(mains.run_poisonable_engine, {"overlap_schedule": True}, id="overlapped loop", marks=SLOW),
     ],
 )
-async def test_a_request_that_kills_engines_ends_alone(main: EngineMain) -> None:
-    """Each step that it is in raises, or the scheduler, as long as it has it; the others, on two ranks that share
-    experts, give what they give without it."""
-    async with started(restarting(**WAYS["data parallel"]), main) as client:
-        undisturbed = await all_outputs(client, "before")
-        poisonous = asyncio.create_task(tokens_of(client, "poison", [1, POISON, 2], LONGER[0]))
-        assert await all_outputs(client, "after") == undisturbed
-        with pytest.raises(
-            PoisonousRequest, match=r"request .poison. has killed the engine .* ZeroDivisionError: poisoned"
-        ):
-            await poisonous
+async def test_only_the_poisonous_request_ends(main: EngineMain, options: dict[str, Any]) -> None:
+    """Each step that it is in raises, or the scheduler, as long as it has it; the others give what they give without
+    it. There are more failures than may be, apart from those of a search."""
+    async with engines(main, restarts=RestartLimits(2), **options) as client:
+        undisturbed = await all_outputs(client, "before", 3)
+        others = asyncio.create_task(all_outputs(client, "after", 3))
+        assert await wait_for(lambda: sum(each.num_running for each in client.statistics.values()) == 3)
+        with pytest.raises(PoisonousRequest, match=r"'poison' has killed the engine .* ZeroDivisionError: poisoned"):
+            await tokens_of(client, "poison", [2, mains.POISON], LONGER[0])
+        assert await others == undisturbed
         assert client.poisonous == 1
         assert client.pause is None
-        assert 3 <= client.restarts["failed"] <= 7
-        assert await all_outputs(client, "again") == undisturbed
+        assert 2 < sum(client.restarts.values()) == client.restarts["failed"] <= 7
+        assert await all_outputs(client, "again", 3) == undisturbed
 
 
 @pytest.mark.wide
-async def test_engines_start_again_though_what_forks_them_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_engines_start_again_though_what_forks_them_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not tell that they have ended: another one begins."""
     monkeypatch.setattr(processes, "_TOLD_S", 0.5)
     with own_server() as server:

@@ -8,9 +8,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from engine_mains import Served, tiny, tokens_of
 
 from model_runner import FinishReason, SamplingParams
-from serving.engine import prefixes
+from serving.engine import routing
 from serving.engine.routing import RequestStream, Router
 from serving.engine.wire.messages import Outputs
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
@@ -147,20 +148,20 @@ def test_the_load_of_many_conversations_is_even(together: bool, system: int) -> 
 
 
 def test_prefixes_that_are_known_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_MOST_PAGES", 100)
-    known = prefixes.Prefixes(2)
+    monkeypatch.setattr(routing, "_MOST_PAGES", 100)
+    known = routing.Prefixes(2)
     first = known.pages(list(range(16 * 60)))
     known.add(first, 0)
     assert known.held(first) == [60, 0]
     known.add(known.pages([5] * 16 * 60), 1)
     assert known.held(first) == [40, 0]  # the last pages are forgotten first
     assert len(known._pages) == 100
-    assert len(known.pages([5] * 10**6)) == prefixes._PAGES_OF_A_PROMPT
-    assert prefixes.Prefixes(1).pages([5] * 1000) == []
+    assert len(known.pages([5] * 10**6)) == routing._PAGES_OF_A_PROMPT
+    assert routing.Prefixes(1).pages([5] * 1000) == []
 
 
 def test_what_conversations_share_attracts_none() -> None:
-    known = prefixes.Prefixes(2)
+    known = routing.Prefixes(2)
     system = list(range(64))
     one, other, third = (known.pages(system + [token] * 32) for token in (1, 2, 3))
     known.add(one, 0)
@@ -230,3 +231,22 @@ async def test_a_failure_comes_after_what_was_there_before() -> None:
     assert (await waiting).token_ids == [1, 2]
     with pytest.raises(EngineDead, match="gone"):
         await stream.get()
+
+
+@pytest.mark.long
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_conversation_finds_its_prompts_cached(ranks: int) -> None:
+    with Served(tiny(ranks)) as served:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+
+        async def talk() -> float:
+            prompt = [place * 13 % 2000 + 1 for place in range(320)]
+            for turn in range(24):
+                prompt += await tokens_of(served.client, f"turn {turn}", prompt, params)
+                prompt += [turn * 7 + place + 1 for place in range(4)]
+            await served.client.settle()
+            statistics = served.client.statistics.values()
+            return sum(each.prefix_hits for each in statistics) / sum(each.prefix_queries for each in statistics)
+
+        assert served.run(talk()) >= 0.92

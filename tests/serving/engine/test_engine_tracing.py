@@ -8,19 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fake_device import DECLINED, ENGAGED, make_core
-from fake_links import FakeLink
+from fake_device import DECLINED, ENGAGED, FakeLink, make_core
 
 from model_runner import SamplingParams
 from serving.engine.options import EngineOptions
 from serving.engine.rank.process import Engine
 from serving.engine.rank.tracing import StepTracer
-from serving.engine.wire.messages import (
-    ProfileWritten,
-    Shutdown,
-    StartProfile,
-    StopProfile,
-)
+from serving.engine.wire.messages import ProfileWritten, Shutdown, StartProfile, StopProfile
 from serving.requests import RequestInput
 from ubatch import Span, SpanKind, summarise
 from ubatch.trace.file import read_chrome
@@ -51,10 +45,6 @@ def record(tracer: StepTracer, steps: int, first: int = 1) -> int:
                 trace.spans += spans_of_a_step(step)
                 traced += 1
     return traced
-
-
-def test_the_wait_at_hand_offs_is_the_gap_between_two_lanes() -> None:
-    assert summarise(spans_of_a_step()).handoff_s == pytest.approx(5e-3)
 
 
 def test_neither_the_gap_between_steps_nor_what_runs_outside_lanes_is_a_hand_off() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from children import exit_code, in_child
 
-from serving.engine.run_folder import RunFolder
-from serving.engine.wire.stores import FolderStore
+from serving.engine.wire.stores import FolderStore, RunFolder
 from ubatch import ConfigError
 from ubatch.process.job_store import JobStore
 

@@ -15,14 +15,7 @@ import torch
 from runner_graph_cases import TINY, make_captured
 from safetensors.torch import load_file, save_file
 
-from model_runner import (
-    FinishReason,
-    ModelRunner,
-    RandomDeepseekV3,
-    SamplingParams,
-    generate,
-    make_random_checkpoint,
-)
+from model_runner import FinishReason, ModelRunner, RandomDeepseekV3, SamplingParams, generate, make_random_checkpoint
 from model_runner.generate import GenerationOutput
 from serving import LLM
 from serving.offline.outputs import CompletionOutput

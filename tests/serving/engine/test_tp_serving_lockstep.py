@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_device import FakeDevice, FakeStep, make_core
-from fake_links import FakeLink
+from fake_device import FakeDevice, FakeLink, FakeStep, make_core
 from fake_runner import VOCAB, FakeRunner, be_optimistic, expected
 from grammars import Rule, RuleMasks
 
@@ -22,19 +21,7 @@ from serving.engine import EngineOptions
 from serving.engine.rank.core import EngineCore
 from serving.engine.rank.lockstep import FollowerLink, LeaderLink, OutOfStep, join_turns
 from serving.engine.rank.process import Engine
-from serving.engine.wire.messages import (
-    Abort,
-    Add,
-    Alive,
-    Failed,
-    FromEngine,
-    Outputs,
-    ProfileWritten,
-    Ready,
-    Refused,
-    Shutdown,
-    ToEngine,
-)
+from serving.engine.wire import messages as wire
 from serving.requests import EngineStatistics, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
 from ubatch import TransferTimeout
@@ -68,32 +55,32 @@ def group(tmp_path: Path) -> Iterator[Group]:
         yield group
 
 
-def outputs(request_id: str, *tokens: int) -> Outputs:
-    return Outputs(0, 1, [RequestOutput(request_id, tokens)], EngineStatistics())
+def outputs(request_id: str, *tokens: int) -> wire.Outputs:
+    return wire.Outputs(0, 1, [RequestOutput(request_id, tokens)], EngineStatistics())
 
 
 # ---------------------------------------------------------------------------------------------------------- messages
 
 
 def test_followers_take_in_the_same_turn_by_turn(group: Group) -> None:
-    first = [Abort("x"), Add(RequestInput("a", [1, 2], SamplingParams(seed=3)), 1)]
+    first = [wire.Abort("x"), wire.Add(RequestInput("a", [1, 2], SamplingParams(seed=3)), 1)]
     group.clients[0].to_engine += first
     assert list(group.leader.receive()) == first
     assert list(group.leader.receive()) == []  # before a step even nothing is a turn
     assert list(group.leader.receive(0.01)) == []  # in a pause it is not
-    group.clients[0].to_engine.append(Abort("a"))
-    assert list(group.leader.receive(0.01)) == [Abort("a")]
+    group.clients[0].to_engine.append(wire.Abort("a"))
+    assert list(group.leader.receive(0.01)) == [wire.Abort("a")]
     for follower in group.followers:
         assert list(follower.receive()) == first
         assert list(follower.receive()) == []
-        assert list(follower.receive(0.5)) == [Abort("a")]
+        assert list(follower.receive(0.5)) == [wire.Abort("a")]
         assert list(follower.receive(0.01)) == []
 
 
 def test_a_follower_says_nothing_of_requests(group: Group) -> None:
-    ready = Ready(1, 1, 1, "")
-    written, failed = ProfileWritten(1, "x", None), Failed(1, "")
-    for message in (ready, outputs("a", 1), Refused(0, "b", "RequestError", "no"), written, failed):
+    ready = wire.Ready(1, 1, 1, "")
+    written, failed = wire.ProfileWritten(1, "x", None), wire.Failed(1, "")
+    for message in (ready, outputs("a", 1), wire.Refused(0, "b", "RequestError", "no"), written, failed):
         group.followers[0].send(message)
         group.leader.send(message)
     assert group.clients[1].heard == [ready, written, failed]
@@ -103,12 +90,12 @@ def test_a_follower_says_nothing_of_requests(group: Group) -> None:
 def test_where_followers_listen(tmp_path: Path) -> None:
     """In the run's private folder on their own machine, however many machines there are."""
     options = EngineOptions(Path("model"), data_parallel_size=2, tensor_parallel_size=2, nnodes=2, master_port=1)
-    clients = FakeLink(), FakeLink(Abort("a"))
+    clients = FakeLink(), FakeLink(wire.Abort("a"))
     follower = join_turns(clients[0], tmp_path, options, 3, lambda: None)
     leader = join_turns(clients[1], tmp_path, options, 2, lambda: None)
     with closing(follower), closing(leader):
         assert (tmp_path / "turns-3").is_socket()
-        assert list(leader.receive()) == list(follower.receive()) == [Abort("a")]
+        assert list(leader.receive()) == list(follower.receive()) == [wire.Abort("a")]
     alone = FakeLink()
     assert join_turns(alone, tmp_path, EngineOptions(Path("model")), 0, lambda: None) is alone
 
@@ -117,9 +104,10 @@ def test_where_followers_listen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [outputs("a", 1, 3), outputs("b", 1, 2), Refused(0, "a", "RequestError", "no"), Ready(0, 1, 1, "")]
+    "told",
+    [outputs("a", 1, 3), outputs("b", 1, 2), wire.Refused(0, "a", "RequestError", "no"), wire.Ready(0, 1, 1, "")],
 )
-def test_a_follower_that_generates_something_else_stops(group: Group, told: FromEngine) -> None:
+def test_a_follower_that_generates_something_else_stops(group: Group, told: wire.FromEngine) -> None:
     group.leader.send(outputs("a", 1, 2))
     list(group.leader.receive())
     group.followers[0].send(outputs("a", 1, 2))
@@ -140,8 +128,8 @@ def test_a_turn_that_is_lost_is_noticed(group: Group) -> None:
 
 def test_a_follower_without_a_leader_hears_the_shutdown(group: Group) -> None:
     for wait_s in (0.0, 0.01):
-        group.clients[1].to_engine.append(Shutdown())
-        assert list(group.followers[0].receive(wait_s)) == [Shutdown()]
+        group.clients[1].to_engine.append(wire.Shutdown())
+        assert list(group.followers[0].receive(wait_s)) == [wire.Shutdown()]
 
 
 def test_a_follower_looks_out_while_it_waits(group: Group) -> None:
@@ -180,23 +168,23 @@ class Recorder(FakeDevice):
 class Live(FakeLink):
     """Says what comes over time, from another thread; `Shutdown` when all has ended that nobody takes back."""
 
-    def __init__(self, messages: Sequence[ToEngine], draw: random.Random) -> None:
+    def __init__(self, messages: Sequence[wire.ToEngine], draw: random.Random) -> None:
         super().__init__()
         self._thread = threading.Thread(target=self._say, args=(messages, draw))
         self._thread.start()
 
-    def _say(self, messages: Sequence[ToEngine], draw: random.Random) -> None:
+    def _say(self, messages: Sequence[wire.ToEngine], draw: random.Random) -> None:
         for number, message in enumerate(messages):
             if number > len(messages) // 2:
                 time.sleep(draw.random() * 0.004)
             self.to_engine.append(message)
         while not staying(messages) <= set(self._ended()):
             time.sleep(0.01)
-        self.to_engine.append(Shutdown())
+        self.to_engine.append(wire.Shutdown())
 
     def _ended(self) -> Iterator[str]:
         for message in list(self.heard):
-            for output in message.outputs if isinstance(message, Outputs) else ():
+            for output in message.outputs if isinstance(message, wire.Outputs) else ():
                 if output.finish_reason is not None:
                     yield output.request_id
 
@@ -228,26 +216,26 @@ def refused(request: RequestInput) -> bool:
     return request.token_ids == [10**6] or request.params.grammar == BROKEN
 
 
-def a_load(draw: random.Random, count: int) -> list[ToEngine]:
+def a_load(draw: random.Random, count: int) -> list[wire.ToEngine]:
     """Requests, some of them aborted later, whether they have ended or not; and some that are refused. A third has a
     grammar."""
-    messages: list[ToEngine] = []
+    messages: list[wire.ToEngine] = []
     for number in range(count):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 24))]
         if draw.random() < 0.1:
             prompt = [10**6]
         grammar = draw.choice([*[None] * 8, *["one", "two"] * 2, BROKEN])
         params = SamplingParams(max_tokens=draw.randrange(20, 80), ignore_eos=grammar is None, grammar=grammar)
-        messages.append(Add(RequestInput(f"r{number}", prompt, params), number + 1))
+        messages.append(wire.Add(RequestInput(f"r{number}", prompt, params), number + 1))
         if draw.random() < 0.3:
-            messages.append(Abort(f"r{draw.randrange(number + 1)}"))
+            messages.append(wire.Abort(f"r{draw.randrange(number + 1)}"))
     return messages
 
 
-def staying(load: Sequence[ToEngine]) -> set[str]:
+def staying(load: Sequence[wire.ToEngine]) -> set[str]:
     """The requests that are neither refused nor aborted."""
-    added = {m.request.request_id for m in load if isinstance(m, Add) and not refused(m.request)}
-    return added - {message.request_id for message in load if isinstance(message, Abort)}
+    added = {m.request.request_id for m in load if isinstance(m, wire.Add) and not refused(m.request)}
+    return added - {message.request_id for message in load if isinstance(message, wire.Abort)}
 
 
 def serve(core: EngineCore, link: FakeLink | LeaderLink | FollowerLink, rank: int) -> None:
@@ -285,20 +273,10 @@ def test_followers_run_the_same_steps(tmp_path: Path, seed: int, overlap: bool) 
     assert sum(map(len, recorders[0].steps)) > 100
     assert cores[0].statistics().preemptions > 0
     assert cores[1].statistics() == cores[2].statistics() == cores[0].statistics()
-    check_tokens(live.heard, load)
     for client in group.clients[1:]:
-        assert {type(message) for message in client.heard} == {Alive}
-
-
-def check_tokens(heard: Sequence[FromEngine], load: Sequence[ToEngine]) -> None:
-    """What came out is right; aborted requests may end early."""
-    tokens: dict[str, list[int]] = {}
-    for message in heard:
-        for output in message.outputs if isinstance(message, Outputs) else ():
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    to_their_end = staying(load)
-    for message in load:
-        if isinstance(message, Add) and not refused(message.request):
-            request = message.request
+        assert {type(message) for message in client.heard} == {wire.Alive}
+    tokens, to_their_end = live.tokens(), staying(load)
+    for request in (message.request for message in load if isinstance(message, wire.Add)):
+        if not refused(request):
             wanted, given = expected(request.token_ids, request.params), tokens.get(request.request_id, [])
             assert given == (wanted if request.request_id in to_their_end else wanted[: len(given)])

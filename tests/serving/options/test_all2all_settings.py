@@ -26,8 +26,7 @@ from moe import StepSizes, check_all2all_options, check_schedule, default_all2al
 from serving.engine.rank.runner_setup import describe_transport
 from serving.options import SERVE, Settings, describe_settings, resolve_settings, to_engine_options
 from serving.options.sources import Source, read_file, read_keywords, read_layers
-from serving.workbench.arms.stages import LayerStages
-from serving.workbench.arms.steps import ArmSteps, NoStageTimes
+from serving.workbench.arms.stages import ArmSteps, LayerStages, NoStageTimes
 from serving.workbench.bench.runtime.schedules import Options, _search
 from serving.workbench.bench.step_setting import StepSetting
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
@@ -246,7 +245,7 @@ def test_the_search_proposes_only_what_a_way_serves(
 )
 def test_why_there_is_no_search(name: str, ranks: int, experts: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ArmSteps, "run", lambda *_: False)
-    monkeypatch.setattr("serving.workbench.arms.steps.most_lanes", lambda all2all: 3 if "low" in name else None)
+    monkeypatch.setattr("serving.workbench.arms.stages.most_lanes", lambda all2all: 3 if "low" in name else None)
     batch = cast(Step, SimpleNamespace(num_tokens=3, shares=(None,)))
     with group_of(ranks) as group:
         runner = runner_over(make_all2all(name, group=group, num_experts=8))

@@ -1,6 +1,6 @@
 """Every flag and every key of the file of every command changes something beneath the settings, and the flag wins.
 
-A setting without an entry in `settings_table` fails here. Others of `ubatch simulate`: see the end.
+A setting without an entry in `settings_table.yaml` fails here. Others of `ubatch simulate`: see the end.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import yaml
+from calls import HEAD
 from hub_cache import add_to_cache
 from huggingface_hub import constants
 from repository import TINY_MOE
-from settings_effects import EFFECTS, as_text
-from settings_table import CASES, HEAD, Case
+from settings_effects import CASES, EFFECTS, Case, as_text
 
 from moe import ExpertPlacement
 from moe.balance import write_loads
@@ -125,7 +125,7 @@ def differences(one: dict[str, str], other: dict[str, str]) -> set[str]:
 @pytest.mark.parametrize("command", TABLES)
 def test_every_setting_has_a_case(command: str) -> None:
     assert set(TABLES[command].settings) <= set(CASES), (
-        "a new setting needs an entry in tests/support/settings_table.py"
+        "a new setting needs an entry in tests/support/settings_table.yaml"
     )
 
 

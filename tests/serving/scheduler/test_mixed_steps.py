@@ -149,10 +149,7 @@ def test_ranks_come_to_the_same_limit_whatever_their_clocks_say(lag: int) -> Non
 
 @settings(max_examples=20, deadline=None, phases=(Phase.generate,))
 @given(
-    alone_us=st.integers(500, 50_000),
-    fixed=st.floats(0, 0.8),
-    token_us=st.floats(0.1, 300),
-    overlapped=st.booleans(),
+    alone_us=st.integers(500, 50_000), fixed=st.floats(0, 0.8), token_us=st.floats(0.1, 300), overlapped=st.booleans()
 )
 def test_auto_keeps_mixed_steps_below_three_times_decodes_alone(
     alone_us: int, fixed: float, token_us: float, overlapped: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from fake_proposer import FakeProposer
@@ -70,57 +71,44 @@ def often_kept() -> Iterator[None]:
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 1 << 30),
-    overlapped=st.booleans(),
     drafts=st.sampled_from(["", "", "ngram", "chain", "tree"]),
-    block_size=st.sampled_from([1, 4, 16]),
     chunked=st.booleans(),
-    caching=st.sampled_from([True, True, False]),
-    prefill_first=st.booleans(),
-    policy=st.sampled_from(list(SchedulingPolicy)),
     optimistic=st.booleans(),
     snapshots=st.sampled_from([0, 1, 3, 20]),
+    config=st.fixed_dictionaries(
+        {
+            "overlapped": st.booleans(),
+            "block_size": st.sampled_from([1, 4, 16]),
+            "enable_prefix_caching": st.sampled_from([True, True, False]),
+            "prefill_first": st.booleans(),
+            "policy": st.sampled_from(list(SchedulingPolicy)),
+        }
+    ),
 )
 def test_every_request_gets_its_own_tokens(
-    seed: int,
-    overlapped: bool,
-    drafts: str,
-    block_size: int,
-    chunked: bool,
-    caching: bool,
-    prefill_first: bool,
-    policy: SchedulingPolicy,
-    optimistic: bool,
-    snapshots: int,
+    seed: int, drafts: str, chunked: bool, optimistic: bool, snapshots: int, config: dict[str, Any]
 ) -> None:
     rng = random.Random(seed)
     max_model_len = rng.choice([48, 96])
     max_num_seqs = rng.choice([1, 4, 12])
     cache_tokens = rng.choice([32, 64, 128, 1024])
-    next_token = repeating if drafts == "ngram" else hashed
+    next_token, tree = repeating if drafts == "ngram" else hashed, drafts == "tree"
     proposer = FakeProposer(
-        lambda request, tokens: next_token(tokens),
-        trees=drafts == "tree",
-        silent=0.3,
-        places=5 if drafts == "tree" else 0,
-        seed=seed,
+        lambda request, tokens: next_token(tokens), trees=tree, silent=0.3, places=5 if tree else 0, seed=seed
     )
     loop = make_loop(
-        num_blocks=cache_tokens // block_size,
-        block_size=block_size,
+        **config,
+        num_blocks=cache_tokens // config["block_size"],
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=rng.choice([16, 24, 64]) if chunked else max_model_len,
         enable_chunked_prefill=chunked,
-        enable_prefix_caching=caching,
-        prefill_first=prefill_first,
-        policy=policy,
         num_speculative_tokens=3 if drafts else 0,
-        num_draft_places=5 if drafts == "tree" else 0,
-        num_state_snapshots=0 if drafts == "tree" else snapshots,
+        num_draft_places=5 if tree else 0,
+        num_state_snapshots=0 if tree else snapshots,
         proposer=proposer if drafts in ("chain", "tree") else None,
         prompt_lookup_min=1,
         next_token=next_token,
-        overlapped=overlapped,
     )
     proposer.table = loop.runner.table
     if optimistic:

@@ -7,6 +7,7 @@ from fake_runner import make_loop, prompt_of, repeating, shares
 from repository import TINY_MOE
 
 from serving.options import resolve_keywords
+from serving.scheduler import SchedulingPolicy
 from serving.scheduler.request import shares_of
 from ubatch import ConfigError, ForwardMode
 
@@ -14,8 +15,8 @@ Added = tuple[str, int, dict[str, object]]
 """A request that is added before a step: its name, the length of its prompt, its parameters."""
 
 
-def ask(name: str, length: int, max_tokens: int = 4) -> Added:
-    return name, length, {"max_tokens": max_tokens, "ignore_eos": True}
+def ask(name: str, length: int, max_tokens: int = 4, **params: object) -> Added:
+    return name, length, {"max_tokens": max_tokens, "ignore_eos": True, **params}
 
 
 STEPS: dict[str, tuple[dict[str, object], list[tuple[list[Added], dict[str, int]]]]] = {
@@ -46,6 +47,22 @@ STEPS: dict[str, tuple[dict[str, object], list[tuple[list[Added], dict[str, int]
             ([], {"long": 8}),
             ([], {"long": 8}),
             ([], {"long": 4, "short": 1}),
+        ],
+    ),
+    "a prompt of the same body does not pass the one that is cut": (
+        {"max_num_batched_tokens": 64, "num_blocks": 256, "max_model_len": 256},
+        [
+            ([ask("long", 200, 1, group="body"), ask("tail", 2, 1, group="body"), ask("other", 2, 1)], {"long": 64}),
+            ([], {"long": 60, "other": 2}),
+            ([], {"long": 64}),
+            ([], {"long": 12, "tail": 2}),
+        ],
+    ),
+    "who is less urgent takes nothing from a prompt that is cut": (
+        {"max_num_batched_tokens": 64, "num_blocks": 256, "max_model_len": 256, "policy": SchedulingPolicy.PRIORITY},
+        [
+            ([ask("long", 200, 1, priority=0)], {"long": 64}),
+            ([ask("later", 2, 1, priority=1), ask("as urgent", 2, 1, priority=0)], {"long": 60, "as urgent": 2}),
         ],
     ),
     "without chunks a prompt waits for a step that holds it": (
@@ -115,7 +132,7 @@ def test_all_shares_of_a_verify_step_have_equally_many_drafts() -> None:
     loop.run()
     statistics = loop.scheduler.statistics()
     assert 0 < statistics.accepted_tokens < statistics.drafted_tokens
-    assert loop.runner.num_steps < 40  # one step a token would be more
+    assert len(loop.runner.steps) < 40  # one step a token would be more
     assert statistics.generation_tokens == 80
 
 

@@ -7,7 +7,6 @@ import torch
 from grammars import Rule, RuleMasks
 
 from model_runner import Draft, SamplingParams
-from serving.requests import RequestInput
 from serving.scheduler.request import TrackedRequest
 from serving.scheduler.speculation import _obeying
 
@@ -44,7 +43,6 @@ def test_a_refused_draft_that_was_drawn_is_left_to_rejection(tokens: tuple[int, 
 
 def a_request() -> TrackedRequest:
     rule = Rule(lambda output: [len(output)], RuleMasks(1))
-    given = RequestInput("a", [7, 7, 7], SamplingParams(grammar="any text"))
-    request = TrackedRequest.of(given, arrival=0, limit=90, eos_token_ids=(), grammar=rule)
+    request = TrackedRequest("a", [7, 7, 7], SamplingParams(grammar="any text"), limit=90, grammar=rule)
     request.token_ids += [0, 1]
     return request

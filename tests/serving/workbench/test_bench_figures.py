@@ -17,8 +17,7 @@ from model_runner.decoder.repeated import RepeatedLayers
 from moe import EmulatedLink
 from serving import LLM
 from serving.ranks import run_ranks
-from serving.workbench.arms.cells import Cell
-from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
+from serving.workbench.arms.cells import SERIAL_ARM, Cell, Setting
 from serving.workbench.bench.generate import completions
 from serving.workbench.bench.runtime import auto, overlap
 from serving.workbench.bench.server import fairness, step_times

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from serving.workbench.tracing.diagnosis import diagnose
-from serving.workbench.tracing.finding import Finding, FindingKind
+from serving.workbench.tracing.inside import Finding, FindingKind
 from serving.workbench.tracing.steps import (
     StepRecord,
     between_steps,

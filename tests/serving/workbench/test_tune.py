@@ -17,12 +17,10 @@ from repository import TINY_MOE
 import serving.workbench.tuning.tune
 from serving.cli import main
 from serving.options import read_serve_command
-from serving.workbench.arms.cells import Arm, Cell, Grid, library_arms
-from serving.workbench.arms.cost_table import SERIAL_ARM, CostTable, Setting
+from serving.workbench.arms.cells import SERIAL_ARM, Arm, Cell, CostTable, Grid, Setting, library_arms
 from serving.workbench.arms.stages import LayerStages, StageModel, best_schedules, layer_times
 from serving.workbench.tuning.measure import State, load_state, save_state
-from serving.workbench.tuning.plot import can_draw_png, write_html, write_png
-from serving.workbench.tuning.report import Result, make_result
+from serving.workbench.tuning.report import Result, can_draw_png, make_result, write_html, write_png
 from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.schedules.lane_program import LayerTimes, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS, Point

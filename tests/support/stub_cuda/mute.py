@@ -3,7 +3,7 @@
 A pytest plugin (`-p stub_cuda.mute`). As a program, `python -m stub_cuda.mute MODULE ARGUMENTS...`, it runs a module
 as `python -m` does, muted. Both write what the stub counted into the file that STUB_CUDA_COUNTS names, in JSON.
 
-The first launch of every kernel is compared with Triton's; see `stub_cuda.compare`.
+The first launch of every kernel is compared with Triton's; see `stub_cuda.counts`.
 
 What a kernel should have written is whatever its memory held before. So tests pass or fail here for what they launch,
 copy, capture and wait for, never for what they compute.
@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 import torch
 from stub_cuda.build import COUNTS
-from stub_cuda.compare import compare_launches
-from stub_cuda.counts import counts, summary
+from stub_cuda.counts import compare_launches, counts, summary
 from torch import Tensor
 
 __all__ = ["LEFT_OUT", "UNTIL_NUMBERS", "mute"]

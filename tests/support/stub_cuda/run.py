@@ -87,7 +87,7 @@ def _tests(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         lines, counted, figures = (Path(folder) / file for file in ("lines", "counts", "figures"))
         lines.touch()
-        command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.pytest_lines", *PLUGIN]
+        command = [sys.executable, "-m", "pytest", "-p", "serving.workbench.gpu.checks", *PLUGIN]
         command += ["-m", "not slow" if name == OWN else "gpu", *map(str, files)]
         given = {**environment(), LINES: str(lines), COUNTS: str(counted), FIGURES: str(figures)}
         status, seconds = _run(command, TESTS_S, given)

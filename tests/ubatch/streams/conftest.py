@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cuda_cases import Lanes, opened_lanes
-from streams_cases import Streams, opened_streams
+from streams_cases import Lanes, Streams, opened_lanes, opened_streams
 
 
 @pytest.fixture

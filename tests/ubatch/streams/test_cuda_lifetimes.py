@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_cases import Body, Lanes, compute, exchange, launch
 from lanes import EVERY_POINT, FinishedWork
+from streams_cases import Body, Lanes, compute, exchange, launch
 from torch import Tensor
 
 import ubatch

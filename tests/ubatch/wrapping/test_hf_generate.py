@@ -12,8 +12,7 @@ from cache_families import CASES, assert_held, call, held, model_of, prompts
 from torch import Tensor
 from transformers import DynamicCache
 from wrapping import assert_same, wrapped
-from zoo_entry import pretrained
-from zoo_language import MOE
+from zoo_entry import SIZES, pretrained
 
 from ubatch import DeclineReason, Point, UBatchWrapper, dbo_current_ubatch_id, dbo_yield, interleave, tracing
 
@@ -26,7 +25,7 @@ ROWS, LENGTH, NEW = 6, 7, 8
 def model() -> Any:
     """Two layers, random, far from uniform logits; lanes hand on around every MoE block."""
     torch.manual_seed(0)
-    made = pretrained("Qwen3MoeForCausalLM", **MOE, head_dim=4)()
+    made = pretrained("Qwen3MoeForCausalLM", **SIZES.moe, head_dim=4)()
     for layer in made.model.layers:
         layer.mlp.register_forward_pre_hook(lambda module, args: dbo_yield(Point.DISPATCH))
         layer.mlp.register_forward_hook(lambda module, args, output: dbo_yield(Point.COMBINE))

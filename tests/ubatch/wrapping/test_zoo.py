@@ -8,8 +8,7 @@ import functools
 import pytest
 from repository import ROOT
 from torch import nn
-from write_zoo_page import page
-from zoo import ENTRIES
+from zoo import ENTRIES, page
 from zoo_check import Twins, act_on, assert_same, built, generator_states, rows_are_independent, seeded, state_of
 from zoo_entry import DRAWS_RANDOM, KEEPS_STATE, OVERLAPS, ROWS_DEPEND, Entry, forward
 
@@ -101,5 +100,5 @@ def test_there_are_enough_and_most_overlap() -> None:
 
 
 def test_the_page_shows_the_expected_outcomes() -> None:
-    """`PYTHONPATH=. python tests/support/write_zoo_page.py` writes it."""
+    """`PYTHONPATH=. python tests/support/zoo.py` writes it."""
     assert PAGE.read_text(encoding="utf-8") == page()

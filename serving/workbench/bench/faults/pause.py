@@ -21,8 +21,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
-from serving.engine.kept import SharedMemory
-from serving.engine.step_record import StepRecord
+from serving.engine.kept import SharedMemory, StepRecord
 from serving.workbench.bench.cores import on_cores, split_cores
 from serving.workbench.bench.faults.answers import Asked
 from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_series, trend

@@ -38,8 +38,7 @@ from model_runner.parallel import most_chunks
 from moe import EmulatedLink
 from serving.progress import progress
 from serving.ranks import run_ranks
-from serving.workbench.arms.cells import Cell, Grid, arm_config, kv_blocks_needed, make_batch, requests_needed
-from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
+from serving.workbench.arms.cells import SERIAL_ARM, Cell, Grid, Setting, arm_config, make_batch
 from serving.workbench.bench.options import DECIDING, LatencyUs, ModelFolder, Ranks, ReportOptions
 from serving.workbench.bench.statistics import Interval, ratio_of_sums
 from serving.workbench.bench.step_setting import StepSetting, calibrate, slowest_rank
@@ -182,8 +181,8 @@ def _measure_on_rank(rank: int, world_size: int, options: Options) -> list[AutoR
         link=link,
         dbo=UBatchConfig(timeout_s=300.0),
         block_size=_BLOCK_SIZE,
-        num_kv_blocks=kv_blocks_needed(grid, _BLOCK_SIZE),
-        max_num_seqs=requests_needed(grid),
+        num_kv_blocks=grid.kv_blocks_needed(_BLOCK_SIZE),
+        max_num_seqs=grid.requests_needed(),
     ) as runner:
         results = []
         for ratio in options.ratios:

@@ -29,8 +29,7 @@ from pydantic import Field
 from model_runner.parallel import most_chunks
 from serving.ranks import run_ranks
 from serving.workbench.arms.programs import Programs, predict_step
-from serving.workbench.arms.stages import HANDOFF_S, best_schedules, nameless
-from serving.workbench.arms.steps import ArmSteps
+from serving.workbench.arms.stages import HANDOFF_S, ArmSteps, best_schedules, nameless
 from serving.workbench.bench.statistics import (
     Arm,
     Interval,

@@ -2,24 +2,38 @@
 
 Requests are admitted in the policy's order until one does not fit; later ones do not overtake it. KV is reserved for a
 whole prompt at its admission, also if its tokens are computed in several steps.
+
+*Common prefixes.* Requests with a common prefix compute it once: the prefix cache only has pages that are written, so
+equal prompts that arrive together, such as those of `n` > 1, would all be computed in the same step. The others wait
+until the first one has written it. A request waits only for a running one, so no request waits forever.
+
+*Retraction.* Admission up to the last block would force a retraction at the next step; keeping blocks for the longest
+possible output of every request would leave most blocks idle. So a share of the remaining output is kept free: the
+new-token ratio. It falls with every decode step, and is estimated again from the tokens really generated when a request
+is retracted. Source: SGLang's new-token ratio.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from serving.requests import SchedulerTotals
-from serving.scheduler.admission.retraction import NewTokenRatio
-from serving.scheduler.admission.sharing import PrefixWaits
-from serving.scheduler.admission.waiting import WaitingQueue
 from serving.scheduler.config import SchedulerConfig, SchedulingPolicy
 from serving.scheduler.kv_manager import KVManager
-from serving.scheduler.radix_cache import PrefixMatch
+from serving.scheduler.radix_cache import PrefixMatch, common_prefix
 from serving.scheduler.request import TrackedRequest
+from serving.scheduler.waiting import WaitingQueue
 
 # Limits of the requests that one step looks at in a long queue; the next step looks further.
 _MAX_OWN = 128  # requests skipped because they are in the split prompt's group: as many as `lpm` sorts
 _MAX_TOLD = 256  # requests newly found to wait for a prefix that another request computes
+_WORTH_WAITING = 32  # least shared tokens (or one page, if larger): below, the delay of a step costs more than it saves
+
+_FIRST_RATIO = 0.7
+_LEAST_RATIO = 0.14 * _FIRST_RATIO
+_RATIO_STEPS = 600  # decode steps in which the ratio falls from `_FIRST_RATIO` to `_LEAST_RATIO`
+_AHEAD = 20  # tokens that each request should have room for after a retraction
+_MOST_REMAINING = 4096  # most remaining tokens counted per request: few outputs reach a large `max_tokens`
 
 Prefill = tuple[TrackedRequest, int]
 """A request, and the tokens of its prompt that the step runs."""
@@ -184,3 +198,103 @@ class Prefills:
                 self._totals.prefix_hits += request.num_computed_tokens
         if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
             request.prompt_logprobs = []
+
+
+class PrefixWaits:
+    """The requests that compute prompts now, and those that wait for one of them.
+
+    Args:
+        block_size: tokens per page; only whole pages are shared.
+        snapshots: what is shared must end with a snapshot, so a request waits for a checkpoint of the other one only.
+    """
+
+    def __init__(self, block_size: int, *, snapshots: bool = False) -> None:
+        self._block_size = block_size
+        self._snapshots = snapshots
+        self._worth = max(_WORTH_WAITING, block_size)
+        self._writers: dict[str, tuple[TrackedRequest, int]] = {}
+        # Waiting request -> (writer, its incarnation, tokens to be written): makes `still_waits` cheap.
+        self._waits: dict[str, tuple[TrackedRequest, int, int]] = {}
+
+    def start(self, request: TrackedRequest) -> None:
+        """A request was admitted and computes its tokens."""
+        self._waits.pop(request.name, None)
+        self._writers[request.name] = (request, len(request.token_ids))
+
+    def drop(self, request: TrackedRequest) -> None:
+        """A request ended or was retracted."""
+        self._waits.pop(request.name, None)
+        self._writers.pop(request.name, None)
+
+    def wrote(self, request: TrackedRequest) -> None:
+        """A request's step was processed."""
+        entry = self._writers.get(request.name)
+        if entry is not None and request.num_written_tokens >= entry[1]:
+            del self._writers[request.name]
+
+    def still_waits(self, request: TrackedRequest) -> bool:
+        """Whether the wait that `should_wait` found still holds; cheap."""
+        entry = self._waits.get(request.name)
+        if entry is None:
+            return False
+        writer, incarnation, shared = entry
+        if writer.name in self._writers and writer.incarnation == incarnation and writer.num_written_tokens < shared:
+            return True
+        del self._waits[request.name]
+        return False
+
+    def should_wait(self, request: TrackedRequest, num_cached: int) -> bool:
+        """Whether a running request computes enough of this prompt beyond its `num_cached` tokens in the cache."""
+        tokens = request.token_ids
+        stop = num_cached + self._worth
+        if len(tokens) <= stop or request.params.prompt_logprobs is not None:
+            return False
+        for writer, _ in self._writers.values():
+            if writer.token_ids[num_cached:stop] != tokens[num_cached:stop]:
+                continue
+            shared = min(common_prefix(writer.token_ids, tokens), len(tokens) - 1)
+            shared -= shared % self._block_size
+            if self._snapshots:
+                shared = max((stop for stop in writer.checkpoints if stop <= shared), default=0)
+            if shared - num_cached >= self._worth and writer.num_written_tokens < shared:
+                self._waits[request.name] = (writer, writer.incarnation, shared)
+                return True
+        return False
+
+
+class NewTokenRatio:
+    """The share of the remaining output for which KV is kept free, 0 to 1."""
+
+    def __init__(self) -> None:
+        self.value = _FIRST_RATIO
+
+    def decay(self) -> None:
+        """Lower the ratio after a decode step."""
+        self.value = max(_LEAST_RATIO, self.value - (_FIRST_RATIO - _LEAST_RATIO) / _RATIO_STEPS)
+
+    def reset(self) -> None:
+        """Go back to the initial ratio: nothing runs, and the next requests may be different."""
+        self.value = _FIRST_RATIO
+
+    def estimate(self, running: Iterable[TrackedRequest]) -> None:
+        """Set the ratio after a retraction: (tokens generated by the running requests + 20 each) / their limits."""
+        generated = allowed = 0
+        for request in running:
+            generated += request.num_output_tokens + _AHEAD
+            allowed += request.limit - request.num_prompt_tokens
+        if allowed:
+            self.value = min(1.0, generated / allowed)
+
+    def tokens(self, requests: Iterable[TrackedRequest]) -> int:
+        """Tokens of KV to keep free for the requests' outputs."""
+        remaining = sum(min(request.limit - len(request.token_ids), _MOST_REMAINING) for request in requests)
+        return int(self.value * remaining)
+
+
+def choose_victim(requests: Sequence[TrackedRequest], *, by_priority: bool) -> TrackedRequest:
+    """The request to retract: with `by_priority` the lowest priority first; then the fewest output tokens, then the
+    longest prompt."""
+    return min(
+        requests,
+        key=lambda r: (-r.priority if by_priority else 0, r.num_output_tokens, -r.num_prompt_tokens, -r.arrival),
+    )
