@@ -31,15 +31,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from train_tiny_moe import (
-    END_OF_TEXT,
-    build_model,
-    byte_level_bpe,
-    make_parser,
-    prepare,
-    run_script,
-    train_and_save,
-)
+from train_tiny_moe import END_OF_TEXT, build_model, byte_level_bpe, make_parser, prepare, run_script, train_and_save
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from serving.workbench.bench.corpus import read_corpus

@@ -12,9 +12,9 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from serving.async_llm import AsyncLLM as AsyncLLM
     from serving.cli import main as main
     from serving.llm import LLM as LLM
+    from serving.llm_engine import AsyncLLM as AsyncLLM
     from serving.llm_engine import LLMEngine as LLMEngine
     from serving.offline.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from serving.offline.engine_args import EngineArgs as EngineArgs
@@ -49,7 +49,7 @@ __all__ = [
 _MODULES = {
     "main": "cli",
     "LLM": "llm",
-    "AsyncLLM": "async_llm",
+    "AsyncLLM": "llm_engine",
     "LLMEngine": "llm_engine",
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"), "offline.engine_args"),
     **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "offline.outputs"),

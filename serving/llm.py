@@ -15,16 +15,20 @@ from tqdm import tqdm
 from model_runner import RequestError
 from serving.balance import ExpertBalance
 from serving.engine.offline import OfflineEngine, make_offline_engine
-from serving.offline.conversations import ChatOptions, Message, conversation_text, conversations_in
 from serving.offline.engine_args import EngineArgs
-from serving.offline.front import AnyParams, Former, refuse_adapters
-from serving.offline.jobs import Job
-from serving.offline.metrics import Metric, read_metrics
+from serving.offline.front import AnyParams, Former, FrontOptions, refuse_adapters
 from serving.offline.not_offered import not_offered
 from serving.offline.opening import Opened, close_when_forgotten, opened, opened_settings, profile_path
-from serving.offline.options import FrontOptions
-from serving.offline.outputs import CompletionOutput, RequestOutput
-from serving.offline.prompts import Prompt, ReadPrompt, read_prompts
+from serving.offline.outputs import CompletionOutput, Job, Metric, RequestOutput, read_metrics
+from serving.offline.prompts import (
+    ChatOptions,
+    Message,
+    Prompt,
+    ReadPrompt,
+    conversation_text,
+    conversations_in,
+    read_prompts,
+)
 from serving.offline.sampling_params import SamplingParams
 from serving.options import Settings
 from serving.requests import EngineStatistics
@@ -75,7 +79,7 @@ class LLM:
 
     @_takes(EngineArgs)
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._open(opened(model, options))
+        self._open(opened(model, **options))
 
     @classmethod
     def from_settings(cls, settings: Settings) -> LLM:
@@ -91,7 +95,7 @@ class LLM:
         self._one_at_a_time = threading.RLock()  # re-entrant: a signal handler may call `close` during a call
         engine = make_offline_engine(self.options)
         self._engine: OfflineEngine | None = engine  # None once closed
-        self._closing = close_when_forgotten(self, engine)
+        self._closing = close_when_forgotten(self, engine.close)
 
     # -- generation ---------------------------------------------------------------------------------------------
 
@@ -320,9 +324,7 @@ class LLM:
         return self._engine
 
     if not TYPE_CHECKING:  # for editors the names that are not offered are not there
-
-        def __getattr__(self, name: str) -> Any:
-            raise not_offered("LLM", name)
+        __getattr__ = not_offered
 
 
 def _serve(engine: OfflineEngine, jobs: Sequence[Job], use_tqdm: _Progress) -> None:

@@ -73,21 +73,12 @@ def in_memory() -> Iterator[None]:
         values.ValueClass = before
 
 
-def _waiting(totals: EngineStatistics) -> Mapping[str, float]:
-    return {"capacity": totals.num_waiting, "deferred": 0}
-
-
-def _sources(totals: EngineStatistics) -> Mapping[str, float]:
-    cached = totals.prompt_tokens_cached
-    return {"local_compute": totals.prompt_tokens - cached, "local_cache_hit": cached}
-
-
 _DERIVED: Sequence[tuple[Metric, Callable[[EngineStatistics], Mapping[str, float]]]] = (
     (
         Metric(
             "gauge", "vllm:num_requests_waiting_by_reason", "Requests that wait, by why; all lack room.", ("reason",)
         ),
-        _waiting,
+        lambda totals: {"capacity": totals.num_waiting, "deferred": 0},
     ),
     (
         Metric(
@@ -96,7 +87,10 @@ _DERIVED: Sequence[tuple[Metric, Callable[[EngineStatistics], Mapping[str, float
             "Prompt tokens of requests that began to answer, by whether they were cached.",
             ("source",),
         ),
-        _sources,
+        lambda totals: {
+            "local_compute": totals.prompt_tokens - totals.prompt_tokens_cached,
+            "local_cache_hit": totals.prompt_tokens_cached,
+        },
     ),
     (
         Metric("gauge", "vllm:engine_sleep_state", "An engine is always awake.", ("sleep_state",)),

@@ -1,4 +1,4 @@
-"""Ranks on this machine: one process each, gloo between them, pinned to cores (`serving.pinning`).
+"""Ranks on this machine: one process each, gloo between them, pinned to cores.
 
 Under `torchrun` (RANK and WORLD_SIZE in the environment) the launcher has started the processes; this one joins them.
 Otherwise the ranks are spawned here, and if one fails the others are ended. They rendezvous in a file of a private
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ import torch.multiprocessing as mp
 
 from serving.logs import log_event
 from serving.network import LOOPBACK, choose_interface
-from serving.pinning import pin_rank
 from serving.processes import how_it_ended, kill
 from ubatch import ConfigError, UBatchError
+from ubatch.process import num_cores
 
 _logger = logging.getLogger(__name__)
 
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _START_TIMEOUT = timedelta(minutes=5)
 
 
@@ -165,3 +167,54 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+# -- the cores that a rank's threads run on ----------------------------------------------------------------------------
+#
+# on a CPU     one core of its own: a lane hand-off then takes a fifth of the time
+# on a GPU     the cores of the GPU's NUMA node: engine, lanes, the transports' threads and compilers all need some
+
+
+def pin_rank(local_rank: int, local_size: int, gpu: torch.device | None = None) -> frozenset[int] | None:
+    """Pin this thread and the threads that it starts, and set the size of torch's thread pool.
+
+    Args:
+        local_rank: index of this process among this machine's processes.
+        local_size: number of this machine's processes.
+        gpu: the rank's GPU; None for the CPU.
+
+    Returns:
+        The cores; None if nothing was pinned. On a CPU, that is because there are fewer cores than ranks; on a GPU,
+        because the GPU's NUMA node is unknown or has fewer cores than this rank's share of all cores.
+    """
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if gpu is None:
+        torch.set_num_threads(1)
+        return _pin([usable[local_rank]] if len(usable) >= local_size else [])
+    torch.set_num_threads(max(1, num_cores() // local_size))
+    near = _cores_near(gpu)
+    cores = [core for core in usable if core in near]
+    return _pin(cores if len(cores) >= len(usable) // max(2, local_size) else [])
+
+
+def _cores_near(gpu: torch.device) -> set[int]:
+    """The cores of a GPU's NUMA node; empty if the system does not know them."""
+    properties: Any = torch.cuda.get_device_properties(gpu)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        return _parse_cores((_PCI_DEVICES / address / "local_cpulist").read_text())
+    except (OSError, ValueError):
+        return set()
+
+
+def _parse_cores(text: str) -> set[int]:
+    """Parse the kernel's list of cores, for example `0-3,8`."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def _pin(cores: list[int]) -> frozenset[int] | None:
+    if not cores:
+        return None
+    os.sched_setaffinity(0, cores)
+    return frozenset(cores)

@@ -59,6 +59,7 @@ _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LIMITS = ("max_waiting_requests", "max_outputs_per_request", "max_log_len", "max_logprobs")
 _LAST_RESPONSES_S = 5
 """After draining, seconds that clients have to read the rest of their responses."""
 _LAST_ERRORS_S = 2
@@ -203,19 +204,14 @@ class _Serve:
                 self.names,
                 defaults,
                 observer,
-                max_waiting_requests=self.settings["max_waiting_requests"],
-                max_outputs_per_request=self.settings["max_outputs_per_request"],
                 root=str(self.settings["model"]),
                 profiles=self.settings["profile_dir"] is not None,
                 log_requests=self.settings["enable_log_requests"],
-                max_log_len=self.settings["max_log_len"],
                 turns=turns,
-                max_logprobs=settings["max_logprobs"],
                 tokens_as_ids=settings["return_tokens_as_token_ids"],
                 force_usage=settings["enable_force_include_usage"],
-                response_role=settings["response_role"],
                 template_kwargs=settings["default_chat_template_kwargs"] or {},
-                seed=settings["seed"],
+                **{name: settings[name] for name in (*_LIMITS, "response_role", "seed")},
             )
             gc.collect()
             gc.freeze()  # to walk through all modules again would hold the event loop for tenths of a second

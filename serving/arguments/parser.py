@@ -72,7 +72,7 @@ def parse(
     fields = _fields_of(groups)
     parser = _make_parser(groups, program, description)
     try:
-        found, rest = parser.parse_known_args(_without_dots(fields, [_in_kebab_case(word) for word in words]))
+        found, rest = parser.parse_known_args(_without_dots(fields, [in_kebab_case(word) for word in words]))
     except argparse.ArgumentError as error:
         raise ConfigError(_wrong_count(parser, error)) from None
     if found.help:
@@ -93,7 +93,8 @@ def nearest_flag(unknown: str, known: Iterable[str]) -> str:
     return hint.replace(" '", " --").replace("'?", "?").replace("_", "-") or "; see --help."
 
 
-def _in_kebab_case(word: str) -> str:
+def in_kebab_case(word: str) -> str:
+    """A word of the command line; if it is a flag in snake case, that flag in kebab case."""
     flag, equals, value = word.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") and " " not in flag else word
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import torch
 
+from serving.arguments.parser import in_kebab_case
+from serving.offline.not_offered import ELSEWHERE, LOGITS, LORA, POOLING, refused
+
+_TEXT_ONLY = "models read and write text only"
+_WORKERS = "ranks run this project's own workers"
 _Parser = TypeVar("_Parser", bound=argparse._ActionsContainer)
 
 
@@ -134,53 +140,71 @@ class EngineArgs:
     profiler_config: Mapping[str, Any] | None = None
     kv_cache_memory_bytes: int | None = None
     async_scheduling: bool | None = None
-    # Of vLLM: refused, unless they ask for nothing; `not_offered` says why.
-    disable_log_stats: bool = True
-    disable_custom_all_reduce: bool = False
-    disable_cascade_attn: bool = False
-    use_tqdm_on_load: bool = True
-    tokenizer: str | None = None
-    tokenizer_mode: str = "auto"
-    tokenizer_revision: str | None = None
-    code_revision: str | None = None
-    hf_token: bool | str | None = None
-    hf_overrides: Any = None
-    hf_config_path: str | None = None
-    config_format: str = "auto"
-    task: str | None = None
-    runner: str = "auto"
-    convert: str = "auto"
-    model_impl: str = "auto"
-    quantization: str | None = None
-    swap_space: float = 4
-    cpu_offload_gb: float = 0
-    max_seq_len_to_capture: int = 8192
-    num_gpu_blocks_override: int | None = None
-    pipeline_parallel_size: int = 1
-    distributed_executor_backend: Any = None
-    data_parallel_backend: str = "mp"
-    worker_cls: Any = "auto"
-    worker_extension_cls: str = ""
-    scheduler_cls: Any = None
-    compilation_config: Any = None
-    structured_outputs_config: Any = None
-    reasoning_parser: str = ""
-    logprobs_mode: str = "raw_logprobs"
-    logits_processors: Sequence[Any] | None = None
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    enable_prompt_embeds: bool = False
-    limit_mm_per_prompt: Mapping[str, Any] | None = None
-    mm_processor_kwargs: Mapping[str, Any] | None = None
-    allowed_local_media_path: str = ""
-    pooler_config: Any = None
-    enable_sleep_mode: bool = False
-    kv_transfer_config: Any = None
-    kv_events_config: Any = None
-    stream_interval: int = 1
-    additional_config: Mapping[str, Any] | None = None
-    model_loader_extra_config: Mapping[str, Any] | None = None
+    # Of vLLM: refused, unless they ask for nothing.
+    disable_log_stats: bool = refused(True, "outputs always have metrics, and get_metrics works", False)
+    disable_custom_all_reduce: bool = refused(False, "there is no custom all-reduce", True)
+    disable_cascade_attn: bool = refused(False, "there is no cascade attention", True)
+    use_tqdm_on_load: bool = refused(True, "whether there is a bar depends on the terminal", False)
+    tokenizer: str | None = refused(
+        None, "the tokenizer is the checkpoint's; put that tokenizer's files into its folder"
+    )
+    tokenizer_mode: str = refused("auto", "tokenizers are transformers' fast ones", "hf")
+    tokenizer_revision: str | None = refused(None, "the tokenizer is the checkpoint's; use revision")
+    code_revision: str | None = refused(None, "no code of a checkpoint is ever run")
+    hf_token: bool | str | None = refused(None, "log in with `hf auth login`, or set HF_TOKEN", False)
+    hf_overrides: Any = refused(None, "change the checkpoint's config.json, or a copy of it", {})
+    hf_config_path: str | None = refused(None, "put the config.json into the checkpoint's folder")
+    config_format: str = refused("auto", "configs are Hugging Face's", "hf")
+    task: str | None = refused(None, POOLING, "auto", "generate")
+    runner: str = refused("auto", POOLING, "generate")
+    convert: str = refused("auto", POOLING, "none")
+    model_impl: str = refused("auto", "models are this project's", "vllm")
+    quantization: str | None = refused(None, "the checkpoint's config says how it is quantized (docs/quantization.md)")
+    swap_space: float = refused(
+        4, "nothing is swapped out: a request that loses its pages is computed again", 0, 0.0, 4.0
+    )
+    cpu_offload_gb: float = refused(0, "weights stay where they are computed with; use more ranks", 0.0)
+    max_seq_len_to_capture: int = refused(
+        8192, "graphs are captured by requests, not by length; use max_cudagraph_capture_size"
+    )
+    num_gpu_blocks_override: int | None = refused(None, "use kv_cache_memory, in bytes")
+    pipeline_parallel_size: int = refused(1, "use tensor_parallel_size or data_parallel_size")
+    distributed_executor_backend: Any = refused(
+        None,
+        "LLM starts its ranks by itself: call the script once, without a launcher; data_parallel_size and "
+        "tensor_parallel_size say how many",
+        "mp",
+        "uni",
+    )
+    data_parallel_backend: str = refused("mp", "ranks are processes of this machine, or of several with nnodes")
+    worker_cls: Any = refused("auto", _WORKERS)
+    worker_extension_cls: str = refused("", _WORKERS)
+    scheduler_cls: Any = refused(None, "the scheduler is this project's; see scheduling_policy")
+    compilation_config: Any = refused(None, "nothing is compiled; use cudagraph_mode and cudagraph_capture_sizes", {})
+    structured_outputs_config: Any = refused(
+        None,
+        "grammars are llguidance's; SamplingParams(structured_outputs=...) says what form an output has",
+        *({}, {"backend": "auto"}, {"backend": "guidance"}),
+    )
+    reasoning_parser: str = refused("", "an output has its whole text, reasoning too; split it at the model's marker")
+    logprobs_mode: str = refused(
+        "raw_logprobs", "log-probabilities are the model's own, before temperature and penalties"
+    )
+    logits_processors: Sequence[Any] | None = refused(None, LOGITS, [], ())
+    enable_lora: bool = refused(False, LORA)
+    max_loras: int = refused(1, LORA)
+    max_lora_rank: int = refused(16, LORA)
+    enable_prompt_embeds: bool = refused(False, "prompts are text or token ids")
+    limit_mm_per_prompt: Mapping[str, Any] | None = refused(None, _TEXT_ONLY, {})
+    mm_processor_kwargs: Mapping[str, Any] | None = refused(None, _TEXT_ONLY, {})
+    allowed_local_media_path: str = refused("", _TEXT_ONLY, {})
+    pooler_config: Any = refused(None, POOLING)
+    enable_sleep_mode: bool = refused(False, "an LLM keeps its memory until it is closed")
+    kv_transfer_config: Any = refused(None, ELSEWHERE)
+    kv_events_config: Any = refused(None, ELSEWHERE)
+    stream_interval: int = refused(1, "it is per request: SamplingParams(stream_interval=...)")
+    additional_config: Mapping[str, Any] | None = refused(None, "no platform's plug-in would read it", {})
+    model_loader_extra_config: Mapping[str, Any] | None = refused(None, "checkpoints are safetensors files", {})
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
@@ -213,15 +237,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As of `argparse.ArgumentParser`."""
-        import sys
-
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_in_kebab_case(word) for word in words], namespace)
-
-
-def _in_kebab_case(word: str) -> str:
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+        return super().parse_known_args([in_kebab_case(word) for word in words], namespace)
 
 
 def _typed_fields() -> Iterator[tuple[str, Any, Any]]:

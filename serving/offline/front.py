@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,8 +19,8 @@ import model_runner
 from model_runner import RequestError
 from serving.engine.client import EngineInfo
 from serving.generation_config import request_defaults
-from serving.offline.jobs import Job, RunningOutput
-from serving.offline.options import FrontOptions
+from serving.offline.engine_args import EngineArgs
+from serving.offline.outputs import Job, RunningOutput
 from serving.offline.prompts import Prompt, ReadPrompt, read_prompt
 from serving.offline.sampling_params import NO_LIMIT, SamplingParams
 from serving.requests import RequestInput
@@ -35,6 +36,22 @@ if TYPE_CHECKING:
 
 AnyParams: TypeAlias = SamplingParams | model_runner.SamplingParams
 _TOKENIZATION = ("add_special_tokens", "truncate_prompt_tokens")
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """Options that no engine sees. See `EngineArgs`.
+
+    Attributes:
+        profile_folder: where `stop_profile` writes if its caller does not say; None for a new folder.
+    """
+
+    skip_tokenizer_init: bool = False
+    seed: int | None = 0
+    max_logprobs: int = EngineArgs.max_logprobs
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    profile_folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -69,13 +86,15 @@ class Front:
 
     def __init__(self, model: Path, tokenizer: Any, options: FrontOptions, *, priorities: bool) -> None:
         self.tokenizer = tokenizer
-        self.defaults = _defaults(model, options)
+        names = ("generation_config", "override_generation_config")
+        given = str(options.generation_config), options.override_generation_config
+        self.defaults = request_defaults(model, *given, names=names)
         self._vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer)
         self._grammars = None if tokenizer is None else GrammarChecks(lambda: tokenizer)
         self._max_logprobs = options.max_logprobs
         self._priorities = priorities
         self._streamed = itertools.count()
-        self._seeds = None if options.seed is None else random.Random(options.seed)
+        self._fresh_seed = None if options.seed is None else partial(random.Random(options.seed).getrandbits, 63)
 
     def default_params(self) -> SamplingParams:
         """The checkpoint's sampling parameters, and `SamplingParams`' for the rest."""
@@ -260,15 +279,14 @@ class Front:
         several = []
         for index in range(count):
             own = dict(changes)
-            if not base.greedy and (seed := self._seed() if base.seed is None else base.seed + index) != base.seed:
-                own["seed"] = seed
+            if base.seed is None and not base.greedy and self._fresh_seed is not None:
+                own["seed"] = self._fresh_seed()
+            elif base.seed is not None and index:
+                own["seed"] = base.seed + index
             if index and base.prompt_logprobs is not None:
                 own["prompt_logprobs"] = None
             several.append(replace(base, **own) if own else base)
         return several
-
-    def _seed(self) -> int | None:
-        return None if self._seeds is None else self._seeds.getrandbits(63)
 
     def _text(
         self, token_ids: Sequence[int], given: SamplingParams | None, params: model_runner.SamplingParams
@@ -330,9 +348,3 @@ def _truncated(token_ids: list[int], most: int, engines: model_runner.SamplingPa
     if most == -1:
         most = max(1, context - (1 if engines.max_tokens == NO_LIMIT else engines.max_tokens))
     return token_ids[-most:]
-
-
-def _defaults(model: Path, options: FrontOptions) -> dict[str, Any]:
-    """The default sampling parameters: the checkpoint's, or those of another folder, and what overrides them."""
-    names = ("generation_config", "override_generation_config")
-    return request_defaults(model, str(options.generation_config), options.override_generation_config, names=names)

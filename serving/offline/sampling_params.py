@@ -14,7 +14,7 @@ from typing import Any
 
 import model_runner
 from model_runner import RequestError, TokenIds
-from serving.offline.not_offered import Refused
+from serving.offline.not_offered import LOGITS, refusals, refused
 from serving.structured import StructuredOutputsParams
 from serving.text.words import check_bad_words, check_stop_strings
 from ubatch.errors import shown
@@ -48,24 +48,7 @@ class RequestOutputKind(Enum):
     """one, at the end"""
 
 
-_REFUSED: Mapping[str, Refused] = {
-    "prompt_logprob_token_ids": Refused("log-probabilities are of the most likely tokens; use prompt_logprobs"),
-    "prompt_logprob_start": Refused("all tokens of the prompt are scored; cut the lists that come back"),
-    "logprob_token_ids": Refused("log-probabilities are of the most likely tokens, not of chosen ones; use logprobs"),
-    "flat_logprobs": Refused("log-probabilities are lists of dicts", (False,)),
-    "extra_args": Refused("there are no extensions that could read them", ({},)),
-    "skip_reading_prefix_cache": Refused(
-        "all requests read the prefix cache; turn it off with LLM(enable_prefix_caching=False)", (False,)
-    ),
-    "thinking_token_budget": Refused("thinking has no limit of its own; use max_tokens", (-1,)),
-    "repetition_detection": Refused("repetitions do not end an output; use frequency_penalty, or max_tokens"),
-    "routed_experts_prompt_start": Refused("outputs do not tell which experts tokens went to", (0,)),
-    "trace_decode_token_ids": Refused("tokens are sampled; to score a text, give it as a prompt with prompt_logprobs"),
-    "logits_processors": Refused("no code runs on logits; use logit_bias, allowed_token_ids or bad_words", ([], ())),
-    "guided_decoding": Refused("it is called structured_outputs: structured_outputs=StructuredOutputsParams(...)"),
-    "best_of": Refused("all outputs are returned; ask for n, and choose by cumulative_logprob", (1,)),
-    "use_beam_search": Refused("there is no beam search; sample several outputs with n", (False,)),
-}
+_TOP_ONLY = "log-probabilities are of the most likely tokens"
 
 
 @dataclass(slots=True)
@@ -127,10 +110,12 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    prompt_logprob_token_ids: list[int] | None = None
-    prompt_logprob_start: int | None = None
-    logprob_token_ids: list[int] | None = None
-    flat_logprobs: bool = False
+    prompt_logprob_token_ids: list[int] | None = refused(None, f"{_TOP_ONLY}; use prompt_logprobs")
+    prompt_logprob_start: int | None = refused(
+        None, "all tokens of the prompt are scored; cut the lists that come back"
+    )
+    logprob_token_ids: list[int] | None = refused(None, f"{_TOP_ONLY}, not of chosen ones; use logprobs")
+    flat_logprobs: bool = refused(False, "log-probabilities are lists of dicts")
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -141,19 +126,25 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    extra_args: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = refused(None, "there are no extensions that could read them", {})
     bad_words: str | list[str] | None = None
-    skip_reading_prefix_cache: bool | None = False
-    thinking_token_budget: int | None = None
-    repetition_detection: Any = None
-    routed_experts_prompt_start: int = 0
-    trace_decode_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool | None = refused(
+        False, "all requests read the prefix cache; turn it off with LLM(enable_prefix_caching=False)"
+    )
+    thinking_token_budget: int | None = refused(None, "thinking has no limit of its own; use max_tokens", -1)
+    repetition_detection: Any = refused(None, "repetitions do not end an output; use frequency_penalty, or max_tokens")
+    routed_experts_prompt_start: int = refused(0, "outputs do not tell which experts tokens went to")
+    trace_decode_token_ids: list[int] | None = refused(
+        None, "tokens are sampled; to score a text, give it as a prompt with prompt_logprobs"
+    )
     truncate_prompt_tokens: int | None = None
     # Of earlier releases of vLLM.
-    logits_processors: list[Any] | None = None
-    guided_decoding: Any = None
-    best_of: int | None = None
-    use_beam_search: bool = False
+    logits_processors: list[Any] | None = refused(None, LOGITS, [], ())
+    guided_decoding: Any = refused(
+        None, "it is called structured_outputs: structured_outputs=StructuredOutputsParams(...)"
+    )
+    best_of: int | None = refused(None, "all outputs are returned; ask for n, and choose by cumulative_logprob", 1)
+    use_beam_search: bool = refused(False, "there is no beam search; sample several outputs with n")
 
     def __post_init__(self) -> None:
         self.engine_params()
@@ -183,7 +174,7 @@ class SamplingParams:
         Raises:
             RequestError: a value cannot be used.
         """
-        for name, rule in _REFUSED.items():
+        for name, rule in refusals(type(self)).items():
             if rule.matters(getattr(self, name)):
                 raise RequestError(f"{name} is not supported: {rule.why}.", param=name)
         for name in _SWITCHES:

@@ -1,24 +1,34 @@
 """The settings of the commands: tables, read from the command line, a file, the environment, or keywords.
 
-flags, model_flags      the settings: names, types, defaults, help
-tables, commands        each command's settings, shared and its own
-foreign, not_offered    other systems' names for them, and what is not offered of theirs
-sources, command_line   command line over environment over file over default, and where each value came from
-folders                 find the folders of the named checkpoints
+flags                   the settings: names, types, defaults, help
+tables                  each command's settings, shared and its own
+foreign                 other systems' names for them, and what is not offered of theirs
+sources                 command line over environment over file over default, and where each value came from
 checks                  contradictions between settings; `speculation` has those about drafts
-derived                 what follows from the rest; `overlap` and `speculation` have their own
-resolve                 all of these steps, up to `EngineOptions`
-shown                   the settings in force, as `--print-config` shows them
+overlap, speculation    what follows from the settings of overlap and of drafts
+resolve                 all of these steps, the folders of checkpoints, and what follows from the rest: `EngineOptions`
 """
 
 from serving.options.checks import notes
-from serving.options.command_line import read_layers
-from serving.options.flags.commands import GENERATE, TRACE, TUNE
-from serving.options.flags.tables import SERVE, Table
-from serving.options.folders import fetch_checkpoints
-from serving.options.resolve import Command, read_serve_command, resolve_keywords, resolve_settings, to_engine_options
-from serving.options.shown import chosen_dtype, describe_settings
-from serving.options.sources import Layer, Setting, Settings, Source, merge
+from serving.options.flags.tables import GENERATE, SERVE, TRACE, TUNE, Table
+from serving.options.resolve import (
+    Command,
+    fetch_checkpoints,
+    read_serve_command,
+    resolve_keywords,
+    resolve_settings,
+    to_engine_options,
+)
+from serving.options.sources import (
+    Layer,
+    Setting,
+    Settings,
+    Source,
+    chosen_dtype,
+    describe_settings,
+    merge,
+    read_layers,
+)
 
 __all__ = [
     "GENERATE",

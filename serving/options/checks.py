@@ -15,7 +15,7 @@ from moe.balance import EplbConfig
 from serving.balance import check_load_out
 from serving.engine.wire.secret import read_secret
 from serving.options.flags.server_flags import Parallelism, PerMode, Server
-from serving.options.flags.turn_flags import Turns
+from serving.options.flags.tables import Turns
 from serving.options.overlap import overlap_config
 from serving.options.sources import API_KEY_VARIABLE, Settings, Source
 from serving.options.speculation import check_speculation

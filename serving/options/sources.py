@@ -1,25 +1,27 @@
 """Sources of settings, and which one wins: command line over environment over file over default.
 
 Several commands may share a file: settings that only other commands have are ignored, and `Settings.notes` names them.
+The error for a wrong word, key or value is one line that says what to write instead.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from moe import ExpertPlacement
-from serving.arguments.fields import WrongValue, nearest_alone
+from serving.arguments.fields import Group, WrongValue, nearest_alone
+from serving.arguments.parser import nearest_flag, parse
+from serving.engine.options import AUTO_DTYPE
 from serving.hub import Located
-from serving.options.flags.commands import COMMANDS
 from serving.options.flags.foreign import foreign_hint
 from serving.options.flags.server_flags import ALIASES
-from serving.options.flags.tables import SERVE, Table
+from serving.options.flags.tables import COMMANDS, SERVE, Own, Table
 from ubatch import ConfigError, nearest
 from ubatch.errors import cut, shown
 from ubatch.process import read_yaml
@@ -151,7 +153,38 @@ def _default(name: str, table: Table) -> Any:
     return (table.settings.get(name) or SERVE.settings[name]).get_default()
 
 
-# -- file, environment, keywords -------------------------------------------------------------------------------------
+# -- command line, file, environment, keywords -----------------------------------------------------------------------
+
+
+def read_layers(table: Table, program: str, description: str, words: Sequence[str]) -> tuple[list[Layer], bool]:
+    """Settings from file, environment and command line, the weakest first; and whether to only print them.
+
+    Args:
+        words: the words after the command.
+
+    Raises:
+        ConfigError: an unknown flag or key, a wrong value, or two names of a setting with different values; one line.
+        SystemExit: after `--help`.
+    """
+    groups: Mapping[str, type[Group]] = {**table.groups, "other": Own}
+    given = parse(groups, program, description, words, lambda flag: _hint(table, flag))
+    own = Own(**{name: given.pop(name).value for name in Own.model_fields if name in given})
+    items = [(name, each.value, each.spelled) for name, each in given.items()]
+    line = make_layer(items, Source.COMMAND_LINE)
+    file = {} if own.config is None else read_file(own.config, table)
+    return [file, read_environment(table), line], own.print_config
+
+
+def _hint(table: Table, flag: str) -> str:
+    """The hint for an unknown flag: what to write instead."""
+    if hint := foreign_hint(flag):
+        return hint
+    if (positive := flag.removeprefix("no_")) != flag and positive in table.flags:
+        return f": --{positive.replace('_', '-')} takes a value, and has no other way to turn it off. Leave it out."
+    others = [each.program for each in COMMANDS if flag.removeprefix("no_") in each.flags]
+    if others:
+        return f": it is one of `{others[0]}`, and has no effect on `{table.program}`."
+    return nearest_flag(flag, [*table.flags, *Own.model_fields])
 
 
 def read_file(path: Path, table: Table = SERVE) -> Layer:
@@ -267,7 +300,7 @@ def _path_text(value: object) -> str:
     raise TypeError
 
 
-# -- both ------------------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------------------------
 
 
 def make_layer(items: Iterable[tuple[str, Any, str]], source: Source, detail: str = "") -> Layer:
@@ -295,3 +328,41 @@ def _json(value: object) -> str:
 def spelled_flag(name: str) -> str:
     """The setting's flag on the command line."""
     return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+
+
+# -- what a user is shown of the settings in force -------------------------------------------------------------------
+
+
+def chosen_dtype(settings: Settings) -> tuple[str, ...]:
+    """What `--dtype auto` chose on a CPU, and why, in one line for the user; none if it had nothing to choose."""
+    dtype = settings.all["dtype"]
+    if dtype.source is not Source.DERIVED or settings["device"] != "cpu":
+        return ()
+    chosen = "" if dtype.value == AUTO_DTYPE else f" is {dtype.value}"
+    return (f"--dtype auto{chosen}: {dtype.detail}",)
+
+
+_OBEYED_IF_GIVEN = frozenset({"dbo_decode_token_threshold", "dbo_prefill_token_threshold"})
+
+
+def describe_settings(settings: Settings) -> str:
+    """The settings in force as a YAML file; a comment behind each names its source. Secrets are not shown; a
+    threshold that nobody gave is a comment, since one in a file is obeyed."""
+    rows = []
+    for name, setting in settings.all.items():
+        if name not in settings.table.settings:
+            continue
+        key, value = name.replace("_", "-"), json.dumps(setting.value, default=str)
+        if name in SECRETS and setting.value is not None:
+            key, value = f"# {key}", "(not shown)"
+        if name in _OBEYED_IF_GIVEN and setting.source is Source.DEFAULT:
+            key, value = f"# {key}", "(running steps decide)"
+        rows.append((f"{key}: {value}", _came_from(setting)))
+    width = max(len(text) for text, _ in rows)
+    return "\n".join(f"{text:{width}}  # {came_from}" for text, came_from in rows)
+
+
+def _came_from(setting: Setting) -> str:
+    if setting.source in (Source.FILE, Source.ENVIRONMENT):
+        return setting.detail
+    return f"derived: {setting.detail}" if setting.source is Source.DERIVED else setting.source.value

@@ -1,4 +1,4 @@
-"""The `ubatch` command as a user types it."""
+"""The `ubatch` command as a user types it, also where its standard streams are closed, full, or read by nobody."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import importlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import median
 
+import httpx
 import pytest
+from calls import line_of
 from checkpoints import make_qwen3_moe_checkpoint
 from pydantic import ConfigDict
 from repository import ROOT, TINY_MOE
+from served import wait_until
 
 import serving
 from model_runner import RandomDeepseekV3, make_random_checkpoint
+from ranks import free_port
 from serving.arguments.fields import Group, WrongValue
 from serving.cli import COMMANDS, main
 from serving.progress import progress
@@ -141,11 +146,7 @@ WRONG = [
 
 @pytest.mark.parametrize("words", WRONG, ids=" ".join)
 def test_a_wrong_call_is_one_plain_line(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    out, error = capfd.readouterr()
-    (line,) = error.splitlines()
-    assert out == ""
-    assert line.startswith(f"ubatch {' '.join(words[: 2 if words[0] == 'bench' else 1])}: ")
+    line = line_of(words, capfd)
     for internal in ("Input should", "Error(", "Traceback", "pydantic", "[type=", "╭", "[/"):
         assert internal not in line
 
@@ -284,3 +285,74 @@ def test_bootstrap_and_pairs() -> None:
     ratio = ratio_of_sums([1.0, 9.0, 2.0], [1.0, 3.0, 1.0])
     assert ratio.median == 2.4
     assert 1.0 <= ratio.low <= 2.4 <= ratio.high <= 3.0
+
+
+# -- standard streams that are closed, full, or read by nobody ---------------------------------------------------------
+
+
+COMMAND = f"exec {sys.executable} -m serving.cli"
+
+
+def run(words: str, redirected: str, out: Path) -> tuple[int, str]:
+    """The status of a command, and all that it wrote into a file."""
+    script = f'exec > "{out}" 2>&1; {COMMAND} {words} {redirected}'
+    status = subprocess.run(["bash", "-c", script], cwd=ROOT, timeout=100, check=False).returncode
+    return status, out.read_text()
+
+
+FULL = "ubatch: cannot write to standard output: No space left on device. Make room there, or send it elsewhere.\n"
+CLOSED = "ubatch: standard output is closed; send it to a file, or to /dev/null.\n"
+
+
+@pytest.mark.wide
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("words", "redirected", "status", "said"),
+    [
+        ("--version", ">/dev/full", 1, FULL),
+        ("--version", ">&-", 1, CLOSED),
+        ("serve --help", ">/dev/full", 1, FULL),  # longer than a buffer: `print` fails, not the last flush
+        ("--version", ">/dev/full 2>/dev/full", 1, ""),
+        ("--version", "<&- >&- 2>&-", 1, ""),
+        ("serve", ">/dev/full 2>/dev/full", 2, ""),
+        ("serve", ">&- 2>&-", 2, ""),
+        ("serve", "2>&-", 2, ""),  # and the message is not written to standard output instead
+        ("no-such-command", "2>/dev/full", 2, ""),
+    ],
+)
+def test_the_status_is_right_and_nothing_else_is_said(
+    words: str, redirected: str, status: int, said: str, tmp_path: Path
+) -> None:
+    assert run(words, redirected, tmp_path / "out") == (status, said)
+
+
+@pytest.mark.parametrize("redirected", ["2>/dev/full", "2> >(head -1)"])
+def test_what_is_asked_for_is_written_though_messages_are_lost(redirected: str, tmp_path: Path) -> None:
+    status, written = run("--version", redirected, tmp_path / "out")
+    assert status == 0
+    assert written.startswith("ubatch ")
+
+
+@pytest.mark.wide
+@pytest.mark.sample(3)  # each starts a server
+@pytest.mark.parametrize("redirected", ["<&- >&- 2>&-", "2>/dev/full", "2> >(head -1 >/dev/null)"])
+def test_a_server_that_nobody_hears_serves_and_drains(redirected: str) -> None:
+    port = free_port()
+    words = f"serve examples/models/tiny-moe --device cpu --dtype float32 --port {port}"
+    with subprocess.Popen(["bash", "-c", f"{COMMAND} {words} {redirected}"], cwd=ROOT) as server:
+        try:
+            wait_until(lambda: _is_well(port) or server.poll() is not None, "the server is ready")
+            body = {"prompt": "a", "max_tokens": 2}
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            assert httpx.post(url, json=body, timeout=60, trust_env=False).status_code == 200
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+
+
+def _is_well(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -35,6 +35,7 @@ from ubatch import ConfigError, ForwardMode, UBatchConfig
 
 pytestmark = pytest.mark.long
 
+HEAD = TINY_MOE.parent / "tiny-moe-eagle"
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53], [58, 97, 93, 23, 84], [62, 64, 33] * 7, [100] * 4]
 PARAMS = [
     SamplingParams(max_tokens=30),
@@ -121,25 +122,19 @@ def test_retracted_and_shared_prefixes_with_drafts(checkpoint: Path, wanted: lis
     assert not proposer.known
 
 
+def drafting(algorithm: str, **more: Any) -> dict[str, Any]:
+    return {"speculative_algorithm": algorithm, **{f"speculative_{name}": value for name, value in more.items()}}
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "speculation",
     [
-        {"speculative_algorithm": "ngram", "speculative_ngram_min": 1},
-        {"speculative_algorithm": "draft_model", "speculative_draft_model_path": TINY_MOE},
-        {
-            "speculative_algorithm": "draft_model",
-            "speculative_draft_model_path": TINY_MOE,
-            "speculative_eagle_topk": 2,
-            "speculative_num_steps": 3,
-            "speculative_num_draft_tokens": 5,
-        },
-        {"speculative_algorithm": "eagle", "speculative_draft_model_path": TINY_MOE.parent / "tiny-moe-eagle"},
-        {
-            "speculative_algorithm": "eagle",
-            "speculative_draft_model_path": TINY_MOE.parent / "tiny-moe-eagle",
-            "speculative_eagle_topk": 3,
-        },
+        drafting("ngram", ngram_min=1),
+        drafting("draft_model", draft_model_path=TINY_MOE),
+        drafting("draft_model", draft_model_path=TINY_MOE, eagle_topk=2, num_steps=3, num_draft_tokens=5),
+        drafting("eagle", draft_model_path=HEAD),
+        drafting("eagle", draft_model_path=HEAD, eagle_topk=3),
     ],
     ids=["ngram", "draft_model", "draft_model_tree", "eagle", "eagle_tree"],
 )
@@ -276,17 +271,9 @@ def test_mean_accepted_length() -> None:
 
 # -- commands ---------------------------------------------------------------------------------------------------------
 
-GENERATE = [
-    "generate",
-    str(TINY_MOE),
-    "--prompt",
-    "import os\n",
-    "def main(",
-    "class A:\n    def",
-    "--max-tokens",
-    "24",
-]
-CHAIN = ["--speculative-algorithm", "eagle", "--speculative-draft-model-path", str(TINY_MOE.parent / "tiny-moe-eagle")]
+GENERATE = ["generate", str(TINY_MOE), "--max-tokens", "24"]
+GENERATE += ["--prompt", "import os\n", "def main(", "class A:\n    def"]
+CHAIN = ["--speculative-algorithm", "eagle", "--speculative-draft-model-path", str(HEAD)]
 
 
 def generated(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[list[str], str]:

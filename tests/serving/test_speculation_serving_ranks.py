@@ -83,19 +83,13 @@ def test_tensor_parallel_ranks_draft_alike() -> None:
     prompts = [[(29 * index + 7 * place) % 300 + 3 for place in range(4 + 5 * index)] for index in range(6)]
     greedy = SamplingParams(max_tokens=NEW, ignore_eos=True)
     params = [greedy if index % 2 == 0 else replace(greedy, temperature=0.9) for index in range(6)]
-    options: dict[str, Any] = {
-        "kv_cache_memory": "8M",
-        "max_model_len": 128,
-        "max_num_seqs": 6,
-        "skip_tokenizer_init": True,
-    }
+    options: dict[str, Any] = {"kv_cache_memory": "8M", "max_model_len": 128, "max_num_seqs": 6}
+    options["skip_tokenizer_init"] = True
     with LLM(TINY_MOE, **options) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts[::2], greedy)]
+    options |= {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    options |= {"enable_dbo": True, "dbo_decode_token_threshold": THRESHOLD}
     options |= {
-        "tensor_parallel_size": 2,
-        "enable_expert_parallel": True,
-        "enable_dbo": True,
-        "dbo_decode_token_threshold": THRESHOLD,
         "speculative_algorithm": "eagle",
         "speculative_draft_model_path": HEAD,
         "speculative_accept": "rejection",

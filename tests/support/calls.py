@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 
+import pytest
 from repository import MODELS, TINY_MOE
+
+from serving.cli import main
 
 HEAD = MODELS / "tiny-moe-eagle"
 SHORT = {
@@ -33,3 +37,13 @@ def words_of(call: str) -> tuple[list[str], int]:
     words = shlex.split(re.sub(r"[A-Z]{2,}", lambda short: SHORT.get(short[0], short[0]), call))
     gpus = int(words.pop(0).removeprefix("GPUS=")) if words[:1] and words[0].startswith("GPUS=") else 0
     return words, gpus
+
+
+def line_of(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a wrong call prints."""
+    assert main(words) == 2
+    out, error = capsys.readouterr()
+    (line,) = error.splitlines()
+    assert out == ""
+    assert line.startswith(f"ubatch {' '.join(words[: 2 if words[0] == 'bench' else 1])}: ")
+    return line

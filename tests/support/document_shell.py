@@ -20,8 +20,6 @@ from repository import ROOT
 
 from serving.ranks import free_port
 
-__all__ = ["PORT", "Shell", "stand_in_programs"]
-
 PORT = "8000"
 """The documents' port; tests take a free one."""
 

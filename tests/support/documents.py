@@ -11,8 +11,6 @@ from pathlib import Path
 
 from repository import ROOT
 
-__all__ = ["DOCUMENTS", "Block", "Command", "Section", "sections", "unbound_names"]
-
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 SHELL = ("bash", "console")
 

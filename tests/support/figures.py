@@ -13,20 +13,6 @@ from typing import Any
 
 from repository import ROOT
 
-__all__ = [
-    "FIGURE",
-    "GPU",
-    "MEASURED",
-    "README",
-    "RESULTS",
-    "Figures",
-    "as_table",
-    "check_rows",
-    "interval",
-    "results",
-    "table_below",
-]
-
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
@@ -58,6 +44,11 @@ def table_below(heading: str, document: Path = MEASURED) -> list[list[str]]:
 def as_table(rows: list[list[str]]) -> str:
     """What to put into the document where it differs."""
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def check_table(expected: list[list[str]], heading: str, document: Path = MEASURED) -> None:
+    """A table has these rows; where they differ, what to put there."""
+    assert table_below(heading, document) == expected, as_table(expected)
 
 
 def check_rows(shown: list[list[str]], expected: Mapping[str, str]) -> None:

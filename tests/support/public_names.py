@@ -82,7 +82,10 @@ def described(name: str, node: ast.stmt) -> str:
     if isinstance(node, ast.ClassDef):
         return f"{name}({', '.join(map(ast.unparse, node.bases))})"
     if isinstance(node, ast.AnnAssign):
-        value = "" if node.value is None else f" = {ast.unparse(node.value)}"
+        default = node.value
+        if isinstance(default, ast.Call) and ast.unparse(default.func) == "refused":
+            default = default.args[0]  # what is behind it is why other values are refused
+        value = "" if default is None else f" = {ast.unparse(default)}"
         return f"{name}: {ast.unparse(node.annotation)}{value}"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.Name | ast.Attribute):
         return f"{name} = {ast.unparse(node.value)}"

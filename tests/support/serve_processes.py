@@ -14,15 +14,12 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from repository import ROOT
+from served import read_metrics, values
 
 MODEL = "examples/models/tiny-moe"
 
-
 PATIENCE_S = 90.0
-
-
 PROMPTS = ["def main(", "import os", "class Server:", "for i in", "if __name__", "return self.", "while True:", "try:"]
 
 
@@ -89,9 +86,7 @@ def running(*words: str) -> Iterator[Server]:
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+    return sum(values(read_metrics(server.url), name, **labels))
 
 
 class Stream:

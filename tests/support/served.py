@@ -1,10 +1,12 @@
-"""What tests of whole servers read: metrics, processes and their memory."""
+"""What tests of whole servers read: metrics, processes and their memory; and the signals that these handle."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -41,6 +43,17 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
         if time.monotonic() > deadline:
             pytest.fail(f"after {timeout_s:g} s not yet: {what}")
         time.sleep(0.05)
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """A server handles SIGINT and SIGTERM, or leaves both to end its process, which here is that of the tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def family(pid: int) -> list[int]:

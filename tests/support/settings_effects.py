@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import io
 import re
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,8 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from calls import HEAD, words_of
+from calls import words_of
+from served import signals_kept
 from torch.distributed import HashStore
 
 import serving.engine.launch as launch
@@ -40,7 +40,6 @@ from serving.engine.wire.secret import read_secret
 from ubatch import UBatchError
 
 Effects = dict[str, Any]
-__all__ = ["CASES", "EFFECTS", "HEAD", "Case", "as_text"]
 
 
 class Enough(Exception):
@@ -102,17 +101,6 @@ def _of_ranks(seen: Seen, options: EngineOptions) -> None:
         launch.LocalEngines(options, place, build.warm_up)  # type: ignore[arg-type]
 
 
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """A server leaves both signals to end its process, which here is that of the tests."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def of_serve(words: Sequence[str]) -> Effects:
     """Of `ubatch serve`, up to the point where uvicorn would run."""
     seen = Seen()
@@ -141,7 +129,7 @@ def of_serve(words: Sequence[str]) -> Effects:
         mock.patch.object(server, "make_asgi_app"),
         mock.patch.object(server, "create_app", seen.note("app", mock.MagicMock())),
         mock.patch.object(server, "connection_protocol", seen.note("connections", then=Enough)),
-        _signals_kept(),
+        signals_kept(),
         pytest.raises(Enough),
     ):
         serve.run(command)

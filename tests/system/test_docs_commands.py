@@ -1,4 +1,7 @@
-"""Every command in the documents runs, and prints what is shown; the few that cannot run here are parsed at least."""
+"""Every command in the documents runs, and prints what is shown; the few that cannot run here are parsed at least.
+
+The units for systemd and the manifest of docs/restarts.md have this server's paths, time-outs and flags.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,23 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
+from configparser import ConfigParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from api_clients import app_of
 from document_shell import PORT, Shell, stand_in_programs
 from documents import DOCUMENTS, Command, Section, sections, unbound_names
+from fake_engine import FakeEngine
 from repository import ROOT
 
 from moe import ExpertPlacement
 from serving import cli
+from serving.options import SERVE, merge, read_layers
+from serving.options.flags.server_flags import MAX_ENGINE_RESTARTS
+from serving.options.sources import spelled_flag
 
 NOT_RUN: Mapping[str, str] = {
     "deepseek-ai/DeepSeek-V2-Lite": "the hub, and 31 GB of weights",
@@ -205,3 +216,65 @@ def whole_programs() -> Iterator[object]:
 @pytest.mark.parametrize("text", list(whole_programs()))
 def test_a_whole_program_runs(text: str, folder: Path) -> None:
     Shell(folder, stand_in_programs(folder), FASTER).run(Command(f"python -c {shlex.quote(text)}"))
+
+
+# -- the units and the manifest of docs/restarts.md --------------------------------------------------------------------
+
+BLOCKS = [block for section in SECTIONS.values() if section.document.name == "restarts.md" for block in section.blocks]
+DRAIN_S = merge()["drain_timeout_s"]
+
+
+def units() -> dict[str, ConfigParser]:
+    """The units by their names."""
+    found = {}
+    for block in BLOCKS:
+        if block.language == "ini":
+            unit = ConfigParser(interpolation=None)
+            unit.optionxform = str  # type: ignore[assignment,method-assign]
+            unit.read_string(block.text)
+            found[block.text.split()[1].rpartition("/")[2]] = unit
+    return found
+
+
+def read(words: list[str]) -> dict[str, Any]:
+    """What `ubatch serve` makes of them."""
+    command = words.index("serve")
+    assert words[command - 1].endswith("ubatch")
+    layers, _ = read_layers(SERVE, "ubatch serve", "", words[command + 1 :])
+    return {name: setting.value for name, setting in layers[-1].items()}
+
+
+def test_the_unit_starts_this_server_and_lets_it_drain() -> None:
+    assert sorted(units()) == ["ubatch-live.service", "ubatch-live.timer", "ubatch.service"]
+    service = units()["ubatch.service"]["Service"]
+    given = read(shlex.split(service["ExecStart"]))
+    assert (given["data_parallel_size"], given["enable_expert_parallel"]) == (2, True)
+    assert float(service["TimeoutStopSec"]) > DRAIN_S
+    assert (service["KillMode"], service["OOMPolicy"]) == ("mixed", "continue")
+    commands = service["ExecStartPost"] + units()["ubatch-live.service"]["Service"]["ExecStart"]
+    assert re.findall(r"http://127.0.0.1:(\d+)(/\w+)", commands) == [("8000", "/health"), ("8000", "/live")]
+    assert merge()["port"] == 8000
+
+
+def test_the_manifest_asks_what_is_there_and_waits_longer_than_the_server() -> None:
+    (block,) = [block for block in BLOCKS if block.language == "yaml"]
+    pod = yaml.safe_load(block.text)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert read(container["command"])["host"] == "0.0.0.0"
+    probes = {name: container[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
+    paths = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
+    assert paths == {"startup": "/health", "liveness": "/live", "readiness": "/health"}
+    there = app_of(FakeEngine(), described=True).openapi()["paths"]
+    assert set(paths.values()) <= set(there)
+    pauses_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pauses_s + DRAIN_S
+    assert container["ports"][0]["containerPort"] == merge()["port"]
+    assert probes["liveness"]["failureThreshold"] > 1
+
+
+@pytest.mark.parametrize("name", ["max_engine_restarts", "engine_restart_window_s", "resume_timeout_s", "timeout_s"])
+def test_the_table_of_settings_has_the_defaults(name: str) -> None:
+    page = (ROOT / "docs" / "restarts.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{spelled_flag(name)}` \| (\S+) \|", page, re.M)
+    default = MAX_ENGINE_RESTARTS if name == "max_engine_restarts" else merge()[name]
+    assert float(row) == default

@@ -1,4 +1,7 @@
-"""Every table of figures in the documents is that of files in `benchmarks/results`; other figures are not measured."""
+"""Every table of figures in the documents is that of files in `benchmarks/results`; other figures are not measured.
+
+`docs_figures.yaml` has the rows of one figure each. Every file says when and how it was measured.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,28 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from documents import DOCUMENTS
-from figures import FIGURE, MEASURED, README, as_table, interval, results, table_below
+from figures import (
+    FIGURE,
+    GPU,
+    MEASURED,
+    README,
+    RESULTS,
+    Figures,
+    as_table,
+    check_rows,
+    check_table,
+    interval,
+    results,
+    table_below,
+)
 from repository import ROOT
 
+from serving.workbench.bench.provenance import read_provenance
 from serving.workbench.bench.statistics import paired
 from serving.workbench.planning.constants import load_constants
 
@@ -21,6 +40,8 @@ pytestmark = pytest.mark.long
 SIMULATE = ROOT / "docs" / "simulate.md"
 SPECULATION = ROOT / "docs" / "speculation.md"
 CPU_KERNELS = ROOT / "docs" / "cpu-kernels.md"
+EXPERT_BALANCE = ROOT / "docs" / "expert-balance.md"
+TOLD: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("docs_figures.yaml").read_text(encoding="utf-8"))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -146,7 +167,7 @@ def test_the_table_of_where_the_time_of_a_step_goes(step: str) -> None:
     ]
     expected.append(["together", *(figure(arm["clocked_ms"]["median"]) for arm in arms)])
     expected.append(["without clocks", *(figure(arm["step_ms"]["median"]) for arm in arms)])
-    assert table_below(f"| {step}, ms |", CPU_KERNELS) == expected, as_table(expected)
+    check_table(expected, f"| {step}, ms |", CPU_KERNELS)
 
 
 def test_the_table_of_real_links() -> None:
@@ -165,8 +186,7 @@ def test_the_table_of_real_links() -> None:
         cells = ["", interval(pooled["dbo"], unit=""), f"{of_fastest:.2f}", ""]
         cells += [f"{pooled[name]['median']:.2f}" for name in forced]
         expected.append([f"`{found['link'][0]}`", "all", *cells])
-    shown = table_below("| link | load | serial |")
-    assert shown == expected, as_table(expected)
+    check_table(expected, "| link | load | serial |")
 
 
 def test_the_table_of_real_links_on_the_first_page() -> None:
@@ -175,8 +195,7 @@ def test_the_table_of_real_links_on_the_first_page() -> None:
     for found in results("link")["links"]:
         ratios = [*(arms["dbo"]["whole"] for arms in found["loads"].values()), found["pooled"]["dbo"]]
         expected.append([f"`{found['link'][0]}`", *(interval(each) for each in ratios)])
-    shown = table_below("| `--enable-dbo` over |", README)
-    assert shown == expected, as_table(expected)
+    check_table(expected, "| `--enable-dbo` over |", README)
 
 
 def test_the_table_of_a_link_that_changes() -> None:
@@ -188,8 +207,7 @@ def test_the_table_of_a_link_that_changes() -> None:
             halves, whole = arms[name]["halves"], arms[name]["whole"]
             ratios = [interval(each, unit="") for each in (halves["before"], halves["after"], whole)]
             expected.append([load, f"`{name}`", *ratios])
-    shown = table_below("| the link changes |")
-    assert shown == expected, as_table(expected)
+    check_table(expected, "| the link changes |")
 
 
 def test_what_the_trained_head_gets_right() -> None:
@@ -207,60 +225,90 @@ def test_what_the_roofline_lacks_is_what_the_constants_say() -> None:
     assert f"{prefill} in prefill" in text
 
 
-# -- every other figure -----------------------------------------------------------------------------------------------
+# -- rows of one figure each ------------------------------------------------------------------------------------------
 
-NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
-    "serving.md": ("'decode/engaged': 8",),
-    "gpu.md": ("0.5x and 1x compute", "| 30 us, 200 us, 1 |", "95 % bootstrap", "by more than 2 %"),
-    "measured.md": (
-        "95% bootstrap",
-        "within 5% for",
-        "(in the last row",
-        "the best named one",
-        "measured steps of the",
-        "one of 600 Mbit/s and 0.5 ms",
-    ),
-    "simulate.md": (
-        *("one launch", "A gate is 5 points", "says from the first what the second takes: 5%"),
-        *("| prefill, EP 32", "| decode, EP 72", "| verify, EP 72", "`overlap.json` |", "`overlap-ratios.json` |"),
-        *("1.1% in decode", "without those 12.4%", "62,713 tokens/s", "+44 to +54% for prefill"),
-        *("A gate is 5% of the throughput", "| SGLang ", "| ATOM ", "and 59,337 has perfect balance"),
-    ),
-    "expert-balance.md": (
-        "rank that has 20% fewer tokens",
-        "10% less, beyond what chance does",
-        "void if perfect balance gains",
-    ),
-    "speculation.md": ("| accepted at place",),
-    "tuning.md": (
-        "emulated one of 50 MB/s",
-        "(by over 2%)",
-        "splitting costs 15%",
-        "that costs is at most 1%",
-        "75 ms or more",
-    ),
-    "wrapping.md": ("at most 5% of the rows",),
-}
-"""Document -> parts of lines whose figures are settings, limits, goals or of others; or are compared above."""
-COMPARED = (
-    *(
-        "| what | measured |",
-        "| | command or call | measured |",
-        "| communication | lanes |",
-        "| model, prompts of 128",
-        "| link | against serial |",
-    ),
-    *("| link | load | serial |", "| `--enable-dbo` over |", "| the link changes |"),
-    *("| decode, ms |", "| prefill, ms |", "| loads | ranks |", "| what | asked | measured |"),
-)
+
+def test_every_row_of_the_page_of_figures_is_that_of_a_file() -> None:
+    check_rows(table_below("| what | measured |"), written(TOLD["measured"]))
+
+
+def written(rows: Mapping[str, str], **computed: Any) -> dict[str, str]:
+    figures = Figures(computed)
+    return {label: template.format_map(figures) for label, template in rows.items()}
+
+
+def test_the_figures_of_a_gpu_are_those_of_its_file() -> None:
+    rows = table_below("| what | measured | goal |", GPU)
+    for begins, figure in written(TOLD["gpu"]).items():
+        (row,) = [row for row in rows if row[0].startswith(begins)]
+        assert row[1] == figure, begins
+
+
+def test_the_readme_shows_figures_of_that_page() -> None:
+    """One in every row, in bold; and no other one in that column."""
+    lines = [line for page in (MEASURED, GPU) for line in page.read_text(encoding="utf-8").splitlines()]
+    without = []
+    for row in table_below("| | command or call | measured |", README):
+        name, figure = row[0].strip("*"), re.search(r"\*\*(.+)\*\*", row[2])
+        if figure is None:
+            without.append(name)
+            assert not FIGURE.search(row[2])
+            continue
+        (line,) = [line for line in lines if line.startswith(TOLD["first_page"][name])]
+        assert figure[1] in line, f"{name}: {figure[1]} is not in {line}"
+        others = row[2].replace(figure[0], "").replace("600 Mbit/s and 0.5 ms", "")
+        assert not FIGURE.search(others), f"{name}: {others} has a figure that is not compared"
+    assert without == ["See"]
+
+
+def test_every_row_is_that_of_the_file() -> None:
+    found, shift = results("eplb"), results("eplb-shift")["shift"]
+    shifts = {
+        mode: f"{max(each['steps'] or 10**9 for each in of)} of {shift['most'][mode]} steps"
+        for mode, of in shift["shifts"].items()
+    }
+    errors = [f"{name} {step['ratio']['median'] - 1:+.1%}" for name, step in found["predict"]["steps"].items()]
+    rearrangement = max(found["moving"]["rearrangements"])
+    expected = written(TOLD["expert_balance"], **shifts, errors="; ".join(errors), rearrangement=rearrangement)
+    check_rows(table_below("| what | asked | measured |", EXPERT_BALANCE), expected)
+
+
+# -- every other figure -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_no_other_figure_is_in_a_document(document: Path) -> None:
     """A measured one belongs into a table above. What commands print, in console blocks, has `...` for its figures."""
-    allowed, compared, found = NOT_MEASURED.get(document.name, ()), False, []
+    allowed, compared, found = TOLD["not_measured"].get(document.name, ()), False, []
     for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
-        compared = line.startswith(COMPARED) or (compared and line.startswith("|"))
+        compared = line.startswith(tuple(TOLD["compared"])) or (compared and line.startswith("|"))
         if FIGURE.search(line) and not compared and not any(part in line for part in allowed):
             found.append(f"{document.name}:{number}: {line}")
     assert not found, "\n".join(found)
+
+
+# -- the files themselves ----------------------------------------------------------------------------------------------
+
+
+MEASUREMENTS = [
+    file
+    for file in sorted(RESULTS.glob("*.json"), key=lambda file: file.stem)
+    if file.name not in ("stub-cuda.json", "gpu.json", "gpu-tests.json")
+]
+"""Without the counts over a device that computes nothing, and those of a GPU, whose sections each have their commit."""
+
+
+def test_every_file_says_at_which_commit_and_by_which_command_it_was_measured() -> None:
+    """The page has a row for each; where it differs, put in these."""
+    found = {file.stem: read_provenance(file) for file in MEASUREMENTS}
+    expected = [[f"`{name}`", f"`{each.command}`", each.commit or ""] for name, each in found.items()]
+    assert all(all(row) for row in expected)
+    check_table(expected, "| file of `benchmarks/results` | command | measured at |")
+
+
+def test_make_bench_runs_the_commands_that_wrote_the_files() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    runs = dict(re.findall(r"^\t\$\(BIN\)/(ubatch bench .*) --json \$\(RESULTS\)/(.*)$", makefile, re.MULTILINE))
+    assert {name: command for command, name in runs.items()} == {
+        file.name: read_provenance(file).command for file in MEASUREMENTS
+    }

@@ -150,7 +150,7 @@ def test_the_demo_says_of_a_step_what_it_measured(capsys: pytest.CaptureFixture[
 
 
 def test_the_commands_that_the_demo_ends_with_are_those_of_the_readme() -> None:
-    """`test_plain_path.py` runs them there."""
+    """`test_packaging.py` runs them there."""
     readme = [section for section in sections() if section.document.name == "README.md"]
     shown = {command.text.removesuffix(" &") for section in readme for command in section.commands}
     commands = [line.strip() for line in DEMO["NEXT"].splitlines()[1:] if not line.lstrip().startswith("#")]

@@ -1,4 +1,4 @@
-"""Two machines, one server or one measurement.
+"""Two machines, one server or one measurement; if the link goes away, both end by themselves, and name the other one.
 
 host 0   API and rank 0   10.83.7.1 --- 10.83.7.2   host 1   rank 1
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from network_namespaces import ip
 from repository import TINY_MOE
 from served import parse_metrics, values, wait_until
-from two_hosts import ADDRESSES, PORT, Host, ask, engines, make_secret, two_hosts
+from two_hosts import ADDRESSES, MASTER_PORT, PORT, Host, ask, engines, make_secret, two_hosts
 
 pytestmark = pytest.mark.server
 
@@ -74,3 +78,94 @@ def test_two_hosts_tune_together(hosts: list[Host], secret: Path, tmp_path: Path
     assert (first.poll(), second.poll()) == (0, 0), hosts[0].output() + hosts[1].output()
     assert "# ranks: 2, on 2 machines, experts shared" in out.read_text(encoding="utf-8")
     assert f"machine 0 ({ADDRESSES[0]}) writes {out}" in hosts[1].output()
+
+
+# -- the link between them goes away -----------------------------------------------------------------------------------
+
+
+TIMEOUT_S = 5
+IPV6 = ("fd83::1", "fd83::2")
+LOAD = f"""
+import json, threading, urllib.request as u
+
+body = {{"model": {str(TINY_MOE)!r}, "prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True}}
+url, headers = "http://127.0.0.1:{PORT}/v1/completions", {{"Content-Type": "application/json"}}
+request = u.Request(url, json.dumps(body).encode(), headers)
+
+def ask():
+    for _ in range(100):
+        u.build_opener(u.ProxyHandler({{}})).open(request, timeout=60).read()
+
+for _ in range(4):
+    threading.Thread(target=ask).start()
+"""
+
+
+def pull_out(hosts: list[Host]) -> None:
+    ip("-n", hosts[1].name, "link", "set", hosts[1].cable, "down")
+
+
+def swallow(hosts: list[Host]) -> None:
+    """Send all packets to a machine that does not exist."""
+    for host, other in zip(hosts, reversed(hosts), strict=True):
+        to = ["lladdr", "02:00:00:00:00:99", "dev", host.cable, "nud", "permanent"]
+        ip("-n", host.name, "neigh", "replace", other.address, *to)
+
+
+def ready(hosts: list[Host]) -> bool:
+    return "ready on http" in hosts[0].output() or any(host.process and host.process.poll() for host in hosts)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("break_link", "when", "addresses"),
+    [
+        (pull_out, "under load", ADDRESSES),
+        pytest.param(swallow, "at the start", ADDRESSES, marks=pytest.mark.slow),
+        pytest.param(swallow, "under load", ADDRESSES, marks=pytest.mark.slow),
+        pytest.param(pull_out, "while draining", ADDRESSES, marks=pytest.mark.slow),
+        pytest.param(pull_out, "at the start", ADDRESSES, marks=pytest.mark.slow),
+        pytest.param(pull_out, "idle", IPV6, marks=pytest.mark.slow),
+    ],
+)
+def test_both_nodes_end_and_name_the_other(
+    break_link: Callable[[list[Host]], None], when: str, addresses: tuple[str, str], secret: Path
+) -> None:
+    flags = ["--enable-expert-parallel", "--port", PORT, "--timeout-s", str(TIMEOUT_S), "--dtype", "float32"]
+    with two_hosts(addresses) as hosts:
+        nodes = [host.start("serve", node_rank, secret, *flags) for node_rank, host in enumerate(hosts)]
+        load = None
+        if when == "at the start":
+            wait_until(lambda: bool(engines(hosts[1])), "node 1 has joined", 90)
+        else:
+            wait_until(lambda: ready(hosts), "ready", 90)
+            assert "ready on http" in hosts[0].output(), "\n".join(host.output() for host in hosts)
+            assert not is_reached(hosts[1], addresses[0]), "the store accepts strangers no more"
+        if when in ("under load", "while draining"):
+            load = subprocess.Popen(hosts[0].run(sys.executable, "-c", LOAD), stderr=subprocess.DEVNULL)
+            time.sleep(0.7)
+        if when == "while draining":
+            nodes[0].send_signal(signal.SIGTERM)
+            wait_until(lambda: "draining" in hosts[0].output(), "draining")
+        break_link(hosts)
+        begun = time.monotonic()
+        try:
+            wait_until(lambda: all(node.poll() is not None for node in nodes), "both nodes end", 60)
+        finally:
+            if load is not None:
+                load.kill()
+                load.wait()
+        took_s = time.monotonic() - begun
+        said = [host.output() for host in hosts]
+        assert [node.returncode for node in nodes] == [1, 1], "\n".join(said)
+        assert "node 1 cannot be reached" in said[0]
+        assert re.search("node 1 (cannot be reached|has not joined)", said[0].splitlines()[-1])
+        assert f"node 0 at {addresses[0]} cannot be reached" in said[1]
+        assert took_s < 3 * TIMEOUT_S, f"{took_s:.1f} s"
+
+
+def is_reached(host: Host, address: str) -> bool:
+    """Whether a stranger on this host gets a connection to the store."""
+    script = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)"
+    command = host.run(sys.executable, "-c", script, address, MASTER_PORT)
+    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0

@@ -54,8 +54,8 @@ from serving.engine.wire.agreement import rank_identity
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.rendezvous import Place, Run, connect_store, init_ranks, join_run
 from serving.logs import configure_logging, log_event
-from serving.pinning import pin_rank
 from serving.processes import Orphaned, check_parent
+from serving.ranks import pin_rank
 from serving.requests import RequestOutput
 from ubatch import CommGroup, ConfigError, GroupBroken, PeerFailed, TransferTimeout, UBatchError
 from ubatch.process import Heart, stop_hearts

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
-from moe import experts_backends
+from model_runner.parallel import AUTO
+from moe import all2all_backends, experts_backends
 from moe.balance import EplbConfig
 from serving.arguments.fields import whole
 from ubatch import ConfigError, nearest
@@ -64,6 +65,8 @@ ApiKey = Annotated[str | None, AfterValidator(_check_key)]
 """A key that clients send as `Authorization: Bearer`, in UTF-8."""
 
 Positive = Annotated[int, Field(ge=1)]
+FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""Takes a list for a tuple, as YAML has no tuples."""
 
 
 def _read_off(value: Any, info: ValidationInfo) -> Any:
@@ -196,3 +199,31 @@ Names = Annotated[str | tuple[str, ...] | None, BeforeValidator(_read_names)]
 
 NamedValues = Annotated[dict[str, bool | int | float | str] | None, BeforeValidator(_check_values)]
 """A mapping in a file, words on the command line; names in kebab or snake case."""
+
+TRANSPORTS = tuple(name for name in all2all_backends() if name != "emulated_link")  # its flag is --emulated-link
+_OTHER_NAMES = {"naive": "allgather_reducescatter"}
+"""vLLM's name -> the name here; both send every token to every rank."""
+_NOT_HERE = {
+    "pplx": "deepep_low_latency",
+    "flashinfer_all2allv": "torch_dist",
+    "mori": "deepep_high_throughput",
+    "mori_high_throughput": "deepep_high_throughput",
+    "mori_low_latency": "deepep_low_latency",
+}
+"""vLLM's name of a transport that is not here -> the one to use instead."""
+
+
+def _transport(name: str | None) -> str | None:
+    """The transport's name here, from that name or vLLM's."""
+    if name in _NOT_HERE:
+        raise ValueError(f"{name} is not here; use {_NOT_HERE[name]}")
+    known = (AUTO, *all2all_backends())
+    if name is None or ":" in name:  # "package.module:Class", which need not be registered
+        return name
+    if name not in known and name not in _OTHER_NAMES:
+        raise ValueError(f"unknown all2all back end {shown(name)}{nearest(name, known)}")
+    return _OTHER_NAMES.get(name, name)
+
+
+TransportName = Annotated[str | None, AfterValidator(_transport)]
+"""Name of the transport that carries tokens to their experts; vLLM's names are accepted, too."""

@@ -21,6 +21,8 @@ from serving.balance.load_book import KEEP
 from serving.engine.options import RestartLimits
 from serving.engine.speculation import SpeculationConfig
 from serving.options.flags.fields import (
+    FROM_LIST,
+    TRANSPORTS,
     ApiKey,
     Balance,
     ExpertsName,
@@ -29,12 +31,12 @@ from serving.options.flags.fields import (
     Names,
     Positive,
     TokensAutoOff,
+    TransportName,
     Words,
     also,
     one_of,
     parse_bytes,
 )
-from serving.options.flags.model_flags import TRANSPORTS, TransportName
 from serving.scheduler import SchedulerConfig
 from ubatch import SCHEDULES, SplitBy, UBatchConfig
 from ubatch.schedules import MAX_LANES
@@ -254,7 +256,7 @@ class Graphs(Group):
     )
     cudagraph_capture_sizes: Annotated[
         Annotated[tuple[Positive, ...], Field(min_length=1)] | None,
-        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+        FROM_LIST,
         Flag(default="1 2 4 8 16 ... 256 272 ..., up to --max-num-seqs"),
     ] = Field(None, description="requests of the steps that are captured; others are padded to the next")
     max_cudagraph_capture_size: Annotated[Positive | None, Flag(default="--max-num-seqs, at most 512")] = Field(

@@ -21,7 +21,7 @@ from serving.engine.rank.runner_setup import count_gpus, read_checkpoint
 from serving.generate import GenerateCommand, print_generated, resolve_offline
 from serving.llm import LLM
 from serving.options import TRACE, Layer, Settings, Source, merge
-from serving.options.folders import locate
+from serving.options.resolve import locate
 from serving.options.sources import Setting, spelled_flag
 from serving.workbench.tracing.steps import StepRecord, read_steps
 from ubatch.trace import RankTrace, merge_traces, read_chrome

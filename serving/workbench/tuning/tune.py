@@ -36,7 +36,7 @@ from serving.options import (
     resolve_settings,
     to_engine_options,
 )
-from serving.options.flags.commands import Measurement
+from serving.options.flags.tables import Measurement
 from serving.ranks import terminated_as_exit
 from serving.workbench.arms.cells import Grid
 from serving.workbench.bench.statistics import environment

@@ -31,7 +31,7 @@ from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.rendezvous import Place
 from serving.options import SERVE, resolve_settings, to_engine_options
-from serving.options.command_line import read_layers
+from serving.options.sources import read_layers
 from serving.requests import RequestInput
 from ubatch import CommGroup
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import types
@@ -17,15 +18,16 @@ import serving.engine.launch as launch
 from serving import LLM, AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from serving.engine.launch import LocalEngines, refuse_unguarded_main
 from serving.engine.liveness import start_error
-from serving.offline.front import Front
-from serving.offline.not_offered import OPTIONS
-from serving.offline.options import _DONE, FrontOptions, resolve_options
+from serving.offline.front import Front, FrontOptions
+from serving.offline.not_offered import refusals
+from serving.offline.opening import _DONE, resolve_options
 from serving.options import GENERATE, SERVE
 from serving.options.flags.server_flags import ALIASES
 from ubatch import ConfigError
 
 NAMES = {each.name for each in fields(EngineArgs)}
-OF_VLLM = {*OPTIONS, *_DONE}
+REFUSED = refusals(EngineArgs)
+OF_VLLM = {*REFUSED, *_DONE}
 CPU = {"device": "cpu"}
 
 
@@ -63,15 +65,14 @@ def test_what_is_the_default_is_not_given() -> None:
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
-    """None, the default, and those of the table; of all options at once."""
-    defaults = {each.name: each.default for each in fields(EngineArgs)}
-    values = {name: (None, defaults[name], *rule.neutral) for name, rule in OPTIONS.items()}
+    """None, the default, and others; of all options at once."""
+    values = {name: (None, *rule.neutral) for name, rule in REFUSED.items()}
     for turn in range(max(map(len, values.values()))):
         assert given(**{name: several[turn % len(several)] for name, several in values.items()}) == {}
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name, rule in OPTIONS.items() if not {"True", "False"} <= set(map(repr, rule.neutral)))
+    "name", sorted(name for name, rule in REFUSED.items() if not {"True", "False"} <= set(map(repr, rule.neutral)))
 )
 def test_an_option_is_refused_by_a_sentence(name: str) -> None:
     for asks in ("something else", 7, {"a": 1}, [object]):
@@ -201,3 +202,62 @@ def test_a_script_without_a_guard_is_told_so_once(tmp_path: Path) -> None:
     assert ran.stderr.count("__main__") == 1
     assert ran.stderr.count("Traceback") == 1
     assert "ConfigError: the script starts its ranks outside `if __name__" in ran.stderr
+
+
+# -- examples of vLLM 0.13.0 that ask for what is not offered ----------------------------------------------------------
+
+OPTIONS = {
+    "basic/embed": ({"runner": "pooling"}, "embeddings, scores and classes are not offered"),
+    "basic/classify": ({"task": "classify"}, "embeddings, scores and classes are not offered"),
+    "torchrun_example": ({"distributed_executor_backend": "external_launcher"}, "without a launcher"),
+    "disaggregated_prefill": ({"kv_transfer_config": {"kv_role": "kv_producer"}}, "not exchanged with other servers"),
+    "lora_with_quantization_inference": ({"enable_lora": True}, "no LoRA adapters"),
+    "prompt_embed_inference": ({"enable_prompt_embeds": True}, "text or token ids"),
+    "load_sharded_state": (
+        {"load_format": "sharded_state"},
+        "load_format: it should be 'auto', 'safetensors' or 'dummy'",
+    ),
+    "context_extension": ({"hf_overrides": {"rope_theta": 1e6}}, "change the checkpoint's config.json"),
+    "logits_processor/custom": ({"logits_processors": [random.Random]}, "no code runs on logits"),
+    "vision_language": ({"limit_mm_per_prompt": {"image": 1}}, "text only"),
+    "rlhf": ({"worker_extension_cls": "rlhf.Worker"}, "this project's own workers"),
+    "mistral-small": ({"config_format": "mistral"}, "configs are Hugging Face's"),
+}
+
+
+@pytest.mark.parametrize("example", OPTIONS)
+def test_an_example_is_refused_by_its_option(example: str) -> None:
+    option, why = OPTIONS[example]
+    with pytest.raises(ConfigError, match=why) as caught:
+        LLM(model=str(TINY_MOE), **option)
+    assert next(iter(option)) in str(caught.value)
+
+
+METHODS = {
+    "basic/embed": ("embed", "not offered"),
+    "basic/classify": ("classify", "not offered"),
+    "basic/score": ("score", "not offered"),
+    "basic/reward": ("reward", "not offered"),
+    "llm_engine_reset_kv": ("reset_prefix_cache", "enable_prefix_caching=False"),
+    "skip_loading_weights_in_engine_init": ("collective_rpc", "no workers"),
+    "rlhf_colocate": ("sleep", "until it is closed"),
+    "save_sharded_state": ("llm_engine", "get_tokenizer"),
+    "beam search": ("beam_search", r"SamplingParams\(n="),
+}
+
+
+@pytest.mark.parametrize("example", METHODS)
+def test_an_example_is_refused_by_its_method(example: str) -> None:
+    name, why = METHODS[example]
+    llm = LLM.__new__(LLM)
+    with pytest.raises(AttributeError, match=rf"^LLM\.{name} is not offered: .*{why}"):
+        getattr(llm, name)
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        llm.generat  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["BeamSearchParams", "PoolingParams", "LoRARequest", "KVTransferConfig"])
+def test_a_name_that_is_not_offered_says_why(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"^serving\.{name} is not offered: "):
+        exec(f"from serving import {name}")

@@ -70,10 +70,7 @@ def test_one_prompt_is_told_from_several() -> None:
         ({"prompt_token_ids": "abc"}, "a prompt is a text"),
         ({"prompt_token_ids": [1.5]}, "a prompt is a text"),
         ({"text": "abc"}, "a prompt has no 'text'"),
-        (
-            {"prompt": "a", "multi_modal_data": {"image": 1}},
-            "multi_modal_data of a prompt is not supported",
-        ),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data of a prompt is not supported"),
         ({"prompt_embeds": torch.zeros(1)}, "prompt_embeds of a prompt is not supported"),
         ({"encoder_prompt": "a", "decoder_prompt": "b"}, "models have no encoder"),
         (5, "a prompt is a text"),
@@ -233,11 +230,7 @@ WRONG_CHATS: list[tuple[Any, dict[str, Any], str]] = [
     (USER, {"chat_template": "{% if %}"}, "the chat template refuses the messages|chat_template is broken"),
     (USER, {"chat_template": 5}, "chat_template is a template's text"),
     (USER, {"chat_template_content_format": "xml"}, "must be one of auto, string, openai"),
-    (
-        USER,
-        {"chat_template_kwargs": {"tokenize": True}},
-        "what the template itself asks for, not tokenize",
-    ),
+    (USER, {"chat_template_kwargs": {"tokenize": True}}, "what the template itself asks for, not tokenize"),
     (USER, {"tools": ["weather"]}, "tools must be a list of dicts"),
     (USER, {"lora_request": object()}, "no LoRA adapters"),
 ]

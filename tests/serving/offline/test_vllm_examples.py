@@ -32,8 +32,8 @@ from serving import (
     TokensPrompt,
 )
 from serving.offline import Counter, Gauge, Histogram, Vector
-from serving.offline.metrics import _read
-from serving.offline.options import resolve_options
+from serving.offline.opening import resolve_options
+from serving.offline.outputs import _read
 from serving.options import to_engine_options
 from ubatch import ConfigError
 
@@ -264,9 +264,7 @@ def test_reproducibility(make_llm: MakeLLM) -> None:
 def test_simple_profiling(make_llm: MakeLLM, tmp_path: Path) -> None:
     folder = tmp_path / "vllm_profile"
     llm = make_llm(
-        model=TINY_MOE,
-        tensor_parallel_size=1,
-        profiler_config={"profiler": "torch", "torch_profiler_dir": str(folder)},
+        model=TINY_MOE, tensor_parallel_size=1, profiler_config={"profiler": "torch", "torch_profiler_dir": str(folder)}
     )
     llm.start_profile()
     llm.generate(PROMPTS, SamplingParams(max_tokens=1))

@@ -25,8 +25,7 @@ from model_runner.step.graph_sizes import graph_families
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
 from serving.engine.rank.runner_setup import describe_transport
 from serving.options import SERVE, Settings, describe_settings, resolve_settings, to_engine_options
-from serving.options.command_line import read_layers
-from serving.options.sources import Source, read_file, read_keywords
+from serving.options.sources import Source, read_file, read_keywords, read_layers
 from serving.workbench.arms.stages import ArmSteps, LayerStages, NoStageTimes
 from serving.workbench.bench.runtime.schedules import Options, _search
 from serving.workbench.bench.step_setting import StepSetting

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from calls import line_of
 from repository import ROOT, TINY_MOE
 
-from serving.cli import main
 from serving.options import describe_settings, read_layers, resolve_settings, to_engine_options
-from serving.options.flags.commands import COMMANDS
+from serving.options.flags.tables import COMMANDS
 from ubatch import ConfigError, UBatchConfig, UBatchError
 from ubatch.errors import cut, nearest, shown
 from ubatch.process.files import read_yaml
@@ -27,10 +27,7 @@ LONGEST_MESSAGE = 1600  # other tests of this process may have named transports
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of a wrong call."""
     begun = time.thread_time()
-    assert main(words) == 2
-    out, error = capsys.readouterr()
-    (line,) = error.splitlines()
-    assert out == ""
+    line = line_of(words, capsys)
     assert len(line) < LONGEST_MESSAGE
     assert time.thread_time() - begun < 10
     return line
@@ -55,7 +52,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_sizes_are_checked_before_anything_is_measured(
     command: str, words: list[str], what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("serving.options.derived.choose_dtype")
+    monkeypatch.delattr("serving.options.resolve.choose_dtype")
     if command != "tune":
         words = [*words, "--enable-expert-parallel"]
     if command == "generate":

@@ -54,8 +54,6 @@ prefill: {num_ubatches: 2}
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file `serve.yaml` of the folder that every test runs in."""
     monkeypatch.chdir(tmp_path)
-    for variable in ("UBATCH_API_KEY", "VLLM_ALL2ALL_BACKEND"):
-        monkeypatch.delenv(variable, raising=False)
     return Path("serve.yaml")
 
 

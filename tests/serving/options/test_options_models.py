@@ -1,4 +1,4 @@
-"""Settings against the checkpoint: dense models, draft networks, and which process of a rank is what."""
+"""Settings against the checkpoint and its engines: dense models, draft networks, which process is what, restarts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 from dense_checkpoint import make_small
+from engine_mains import tiny
 from repository import MODELS, TINY_MOE
 
 from attention import UBatchAttention
 from model_runner import ModelRunner
 from moe import FusedExperts
+from serving import generate
 from serving.cli import main
-from serving.engine.options import EngineOptions
+from serving.engine.offline import make_offline_engine
+from serving.engine.options import EngineOptions, RestartLimits
 from serving.engine.rank.build import make_core, make_runner
 from serving.engine.speculation import Algorithm, SpeculationConfig, runner_options
-from serving.generate import read as read_generate
+from serving.offline.opening import resolve_options
 from serving.options import notes, read_serve_command, resolve_keywords, to_engine_options
 from ubatch import ConfigError
 
@@ -93,7 +96,7 @@ def test_draft_networks_that_do_not_fit(algorithm: str, change: dict[str, int], 
         resolve_keywords(TINY, keywords)
     flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(tmp_path)]
     with pytest.raises(ConfigError, match=message):
-        read_generate("ubatch generate", "", [TINY, "--prompt", "x", *flags])
+        generate.read("ubatch generate", "", [TINY, "--prompt", "x", *flags])
 
 
 def test_attention_without_tree_masks_refuses_trees_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,3 +113,37 @@ def test_a_runner_that_was_made_for_no_draft_network_is_refused() -> None:
         pytest.raises(ConfigError, match="without a draft network"),
     ):
         make_core(options, runner)
+
+
+# -- how often engines are started again -------------------------------------------------------------------------------
+
+
+def of_server(*words: str) -> RestartLimits:
+    return read_serve_command("ubatch serve", "", [TINY, *words]).engine.restarts
+
+
+def test_a_server_starts_its_engines_again_and_scripts_do_not() -> None:
+    assert of_server() == RestartLimits(3, 600.0, 60.0)
+    words = ("--max-engine-restarts", "7", "--engine-restart-window-s", "60", "--resume-timeout-s", "0")
+    assert of_server(*words) == RestartLimits(7, 60.0, 0.0)
+    of_generate = generate.read("ubatch generate", "", [TINY, "--prompt", "a", *words[:4]])
+    assert of_generate.engine.restarts == RestartLimits(7, 60.0)
+    assert generate.read("ubatch generate", "", [TINY, "--prompt", "a"]).engine.restarts.max_engine_restarts == 0
+    in_script = {"max_engine_restarts": 2, "engine_restart_window_s": 30.0, "resume_timeout_s": 5.0}
+    for options, limits in (({}, RestartLimits()), (in_script, RestartLimits(2, 30.0, 5.0))):
+        assert to_engine_options(resolve_options(TINY, options)[0]).restarts == limits
+
+
+def test_times_without_restarts_are_told() -> None:
+    words = ("--max-engine-restarts", "0", "--engine-restart-window-s", "60", "--resume-timeout-s", "5")
+    (note,) = notes(read_serve_command("ubatch serve", "", [TINY, *words]).settings)
+    assert note == (
+        "--engine-restart-window-s, --resume-timeout-s without --max-engine-restarts: no engine is started again"
+    )
+
+
+def test_a_rank_in_the_callers_process_cannot_be_started_again() -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_engine_restarts is 2, but a single rank runs in this process.*AsyncLLM"
+    ):
+        make_offline_engine(tiny(1, restarts=RestartLimits(2)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import TINY_MOE
+from repository import ROOT, TINY_MOE
 
 from serving.cli import main
 from serving.options import notes, read_serve_command
@@ -15,12 +18,6 @@ from serving.workbench.tracing import trace
 from ubatch import ConfigError
 
 TINY = str(TINY_MOE)
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("UBATCH_API_KEY", "VLLM_ALL2ALL_BACKEND"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 def from_file(tmp_path: Path, text: str) -> Any:
@@ -116,4 +113,47 @@ def test_a_prompt_that_took_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     assert "MODEL is missing: give" in capsys.readouterr().err
 
 
-# -- what the message says -------------------------------------------------------------------------------------------
+# -- the default thresholds are written once: every command follows them -----------------------------------------------
+
+CHANGED = {"dbo_decode_token_threshold": (32, 47), "dbo_prefill_token_threshold": (512, 611)}
+CODE = """
+import json
+from importlib.machinery import SourceFileLoader
+
+read = SourceFileLoader.get_code
+changed = json.loads({changed!r})
+
+def get_code(loader, name):
+    if name != "ubatch.wrapping.config":
+        return read(loader, name)
+    text = loader.get_source(name)
+    for setting, (old, new) in changed.items():
+        assert f"{{setting}}: int = {{old}}\\n" in text
+        text = text.replace(f"{{setting}}: int = {{old}}\\n", f"{{setting}}: int = {{new}}\\n")
+    return compile(text, loader.path, "exec")
+
+SourceFileLoader.get_code = get_code
+
+from serving.options import merge, resolve_settings, read_layers, SERVE, to_engine_options
+from serving.options.flags.tables import COMMANDS
+from serving.options.overlap import overlap_config
+from ubatch import UBatchConfig
+
+layers, _ = read_layers(SERVE, "ubatch serve", "", [{model!r}, "--device", "cpu", "--enable-dbo"])
+configs = {{"config": UBatchConfig(), "file": UBatchConfig.from_mapping({{}})}}
+configs["server"] = to_engine_options(resolve_settings(*layers)).dbo
+configs |= {{table.program: overlap_config(merge(table=table)) for table in COMMANDS}}
+seen = {{where: {{name: getattr(config, name) for name in changed}} for where, config in configs.items()}}
+seen["flags"] = {{name: SERVE.settings[name].default for name in changed}}
+print(json.dumps(seen))
+"""
+
+
+def test_a_changed_default_is_seen_everywhere() -> None:
+    code = CODE.format(changed=json.dumps(CHANGED), model=str(TINY_MOE))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert {"config", "file", "flags", "server", "ubatch generate", "ubatch trace", "ubatch tune"} <= seen.keys()
+    new = {name: value for name, (_, value) in CHANGED.items()}
+    assert seen == dict.fromkeys(seen, new)

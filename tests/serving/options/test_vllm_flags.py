@@ -1,4 +1,4 @@
-"""Every flag of `vllm serve` is done here, or its refusal says what to do."""
+"""Every flag of `vllm serve` is done here, or its refusal says what to do; what an unknown name is said to mean."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import re
 import pytest
 from repository import ROOT
 
+from serving.cli import COMMANDS
 from serving.options import SERVE, read_layers
-from serving.options.command_line import _hint
-from serving.options.flags.foreign import FOREIGN
-from serving.options.flags.not_offered import NOT_NEEDED, NOT_OFFERED
+from serving.options.flags.foreign import foreign_flags
 from serving.options.flags.server_flags import ALIASES
 from serving.options.flags.tables import Own
-from serving.options.sources import read_keywords
-from ubatch import ConfigError
+from serving.options.sources import _hint, read_keywords
+from ubatch import ConfigError, nearest
 
 _LIST = (ROOT / "tests" / "support" / "vllm_serve_flags.txt").read_text(encoding="utf-8")
 FLAGS = [word for line in _LIST.splitlines() if not line.startswith("#") for word in line.split()]
@@ -53,8 +52,7 @@ def test_a_flag_that_is_not_here_says_what_to_do(flag: str) -> None:
 
 
 def test_no_row_is_a_flag_of_ours_and_none_is_in_two_tables() -> None:
-    tables = (FOREIGN, NOT_NEEDED, NOT_OFFERED)
-    names = [name for table in tables for name in table]
+    names = [name for table in foreign_flags().values() for name in table]
     assert len(names) == len(set(names))
     assert set(names) & {*SERVE.flags, *SERVE.settings} == set()
     assert set(names) & ALIASES.keys() <= {"named_model"}
@@ -83,7 +81,7 @@ def test_vllms_names_of_values() -> None:
     [
         ("kv_cache_memory_bytes", "; use kv_cache_memory."),
         ("disable_radix_cache", "; use enable_prefix_caching=False."),
-        ("disable_log_stats", f": leave it out, {NOT_NEEDED['disable_log_stats']}."),
+        ("disable_log_stats", f": leave it out, {foreign_flags()['NOT_NEEDED']['disable_log_stats']}."),
         ("swap_space", "use more ranks, or kv_cache_memory for a smaller cache."),
     ],
 )
@@ -92,3 +90,52 @@ def test_keywords_are_explained_as_keywords(name: str, hint: str) -> None:
         read_keywords({name: 1})
     assert str(refused.value).startswith(f"unknown option '{name}'")
     assert str(refused.value).endswith(hint)
+
+
+# -- what an unknown name is said to mean ------------------------------------------------------------------------------
+
+OPTIONS = {*SERVE.settings, *ALIASES}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("max_num_seq", "max_num_seqs"),
+        ("num_seqs", "max_num_seqs"),
+        ("max_model_length", "max_model_len"),
+        ("enable-prefix-cachnig", "enable_prefix_caching"),
+        ("Enable_Dbo", "enable_dbo"),
+        ("dbo_decode_threshold", "dbo_decode_token_threshold"),
+        ("ubatches", "num_ubatches"),
+        ("speculative_model", "speculative_draft_model_path"),
+    ],
+)
+def test_slips_and_words_left_out_are_found(written: str, meant: str) -> None:
+    assert nearest(written, OPTIONS).startswith(f"; did you mean {meant!r}? Known: ")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("pipeline_parallel_size", "decode_context_parallel_size", "data_parallel_rank", "enable_lora"),
+        "enable_elastic_ep",
+        *("long_prefill_token_threshold", "max_running_requests", "mamba_cache_dtype", "quantization", "tokenizer"),
+        *("disable_prefix_caching", "disable_radix_cache", "tp", "tp_size"),
+        *("watchdog_timeout", "distributed_executor_backend", "backend", "size", ""),
+        "dbo_token_threshold",  # that of decode, or that of prefill?
+    ],
+)
+def test_other_options_are_not_taken_for_ours(written: str) -> None:
+    assert nearest(written, OPTIONS).startswith(". Known: ")
+
+
+def test_two_letters_that_change_places_are_one_slip() -> None:
+    assert "did you mean 'torch'" in nearest("torhc", ("torch", "triton"))
+
+
+def test_commands() -> None:
+    assert "did you mean 'generate'" in nearest("generat", COMMANDS)
+    assert "did you mean 'bench serve'" in nearest("bench-serve", COMMANDS)
+    for other in ("run", "chat", "train", "test", "complete", "plans"):
+        assert "did you mean" not in nearest(other, COMMANDS), other

@@ -30,7 +30,7 @@ from attention import (
     split_attn_metadata,
 )
 from model_runner import keep_freed_memory
-from serving.pinning import pin_rank
+from serving.ranks import pin_rank
 from serving.workbench.arms.cells import scattered_metadata
 from serving.workbench.bench.generate import GenerateResult, measure_generate
 from serving.workbench.bench.options import BlockOptions

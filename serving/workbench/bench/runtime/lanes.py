@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model_runner import keep_freed_memory
 from moe import FusedMoEModularKernel, SoftmaxTopKRouter, make_all2all, make_experts
-from serving.pinning import pin_rank
+from serving.ranks import pin_rank
 from serving.workbench.bench.options import BlockOptions
 from serving.workbench.bench.statistics import interleave_arms, paired, print_arms, timed
 from ubatch import ConfigError, UBatchConfig, UBatchWrapper
