@@ -59,7 +59,7 @@ _BENCHMARKS = {
     "fairness": ("server.fairness", "how much long prompts delay decoding requests, and what a limit costs"),
     "link": ("link", "settings of overlap over a real link between two servers; needs root"),
     "engine": ("server.compare", "whole engines: offline and served, with overlap, and the scheduler"),
-    "results": ("results", "when the stored figures were measured, and which are older than what they measure"),
+    "results": ("provenance", "when the stored figures were measured, and which are older than what they measure"),
     "peers": ("peers", "this engine, vLLM and transformers on a CPU, each in an environment of its own"),
 }
 """`ubatch bench NAME` -> its module in `serving.workbench.bench`, and what it measures."""

@@ -18,16 +18,17 @@ from repository import TINY_MOE
 from safetensors.torch import load_file
 
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Target
-from serving.workbench.bench.server.abuse.command import Options, run
-from serving.workbench.bench.server.abuse.judge import (
+from serving.workbench.bench.server.abuse.command import Options, poisoned_copy, run
+from serving.workbench.bench.server.abuse.rounds import (
+    Hang,
+    Round,
     Row,
     faults_of_hang,
     faults_of_memory,
     faults_of_rounds,
     faults_of_windows,
+    rest,
 )
-from serving.workbench.bench.server.abuse.poison import poisoned_copy
-from serving.workbench.bench.server.abuse.rounds import Hang, Round, rest
 from serving.workbench.bench.server.abuse.watch import Reference, Seen, Watch
 from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, Task, send
 from ubatch import ConfigError

@@ -15,25 +15,24 @@ from repository import TINY_MOE
 from model_runner import SamplingParams
 from model_runner.sampling.draws import uniform
 from serving.workbench.bench.faults import Options, run
-from serving.workbench.bench.faults.answers import Answer, Asked, Choice
-from serving.workbench.bench.faults.asked import KINDS, make_requests, with_stops
-from serving.workbench.bench.faults.compare import (
+from serving.workbench.bench.faults.answers import KINDS, Answer, Asked, Choice, make_requests, with_stops
+from serving.workbench.bench.faults.pause import errors_at, tokens_after
+from serving.workbench.bench.faults.referee import (
     Difference,
+    Tally,
     Verdict,
     first_differences,
     may_differ,
     missing,
     same_logprobs,
 )
-from serving.workbench.bench.faults.judge import (
+from serving.workbench.bench.faults.setting import (
     faults_of_answers,
     faults_of_end,
     faults_of_restarts,
     faults_of_series,
     trend,
 )
-from serving.workbench.bench.faults.pause import errors_at, tokens_after
-from serving.workbench.bench.faults.referee import Tally
 from serving.workbench.bench.faults.victims import Ended, Footprint
 
 TOKENS = [5, 6, 7, 8]

@@ -21,12 +21,11 @@ from serving.workbench.arms.cells import Cell
 from serving.workbench.arms.cost_table import SERIAL_ARM, Setting
 from serving.workbench.bench.generate import completions
 from serving.workbench.bench.runtime import auto, overlap
-from serving.workbench.bench.server import fairness, step_times
+from serving.workbench.bench.server import fairness, step
 from serving.workbench.bench.server import load as serve_load
-from serving.workbench.bench.server.figures import Spread
-from serving.workbench.bench.server.load import ServedModel
+from serving.workbench.bench.server.load import ServedModel, Spread
 from serving.workbench.bench.server.requests import Outcome, Server, Status, Task
-from serving.workbench.bench.server.step_times import _BOUNDARIES, Kind, Stopwatch
+from serving.workbench.bench.server.step import _BOUNDARIES, Kind, Stopwatch
 from serving.workbench.bench.statistics import interleave_arms, table
 from serving.workbench.bench.step_setting import Setting as StepSetting
 from serving.workbench.bench.step_setting import open_setting
@@ -246,7 +245,7 @@ def test_streams_that_end_before_the_first_prompt_comes_are_an_error(monkeypatch
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(step_times.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step.time, "perf_counter", lambda: now[0])
     return now
 
 

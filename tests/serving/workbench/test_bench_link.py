@@ -27,8 +27,7 @@ from serving.cli import main
 from serving.workbench.bench.link import command, deployment
 from serving.workbench.bench.link import network as networks
 from serving.workbench.bench.link.deployment import Arm, Deployment, Servers
-from serving.workbench.bench.link.network import Network, network
-from serving.workbench.bench.link.probe import probe
+from serving.workbench.bench.link.network import Network, Speed, network, probe
 from serving.workbench.bench.link.report import (
     LOADS,
     ArmFigures,
@@ -39,7 +38,6 @@ from serving.workbench.bench.link.report import (
     print_load,
     print_pooled,
 )
-from serving.workbench.bench.link.tunnel import Speed
 from ubatch import ConfigError, UBatchError
 
 SHORT = ["--model", str(TINY_MOE), "--loads", "8x32x8", "--blocks", "1", "--repeats", "1"]

@@ -15,8 +15,7 @@ from openai_stub import VOCABULARY, Stub, Wrong, running_stub
 from served import wait_until
 
 from serving.arguments.parser import parse_options
-from serving.workbench.bench.server.figures import figures_of
-from serving.workbench.bench.server.load import Dataset, Load, make_tasks
+from serving.workbench.bench.server.load import Dataset, Load, figures_of, make_tasks
 from serving.workbench.bench.server.requests import (
     Endpoint,
     Outcome,

@@ -10,12 +10,11 @@ from typing import Annotated
 from pydantic import Field
 
 from serving.arguments.fields import Flag
-from serving.workbench.bench.faults.asked import make_requests, with_stops
+from serving.workbench.bench.faults.answers import make_requests, with_stops
 from serving.workbench.bench.faults.kill import run_kills
 from serving.workbench.bench.faults.nodes import run_nodes
-from serving.workbench.bench.faults.others import run_others
+from serving.workbench.bench.faults.others import run_limit, run_others, run_poison
 from serving.workbench.bench.faults.pause import run_cost, run_pause, run_soak
-from serving.workbench.bench.faults.poison import run_limit, run_poison
 from serving.workbench.bench.faults.referee import FLAGS, Referee
 from serving.workbench.bench.faults.setting import Found, Setting, Sizes
 from serving.workbench.bench.faults.victims import Subject, subject

@@ -19,10 +19,16 @@ from dataclasses import asdict, dataclass, field
 
 from serving.ranks import free_port
 from serving.workbench.bench.faults.answers import Answer, Asked
-from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end
-from serving.workbench.bench.faults.load import Load, kill, running_load
-from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, UNLIMITED, Found, Setting
-from serving.workbench.bench.faults.victims import Subject, all_pids, by_reason, runs, subject
+from serving.workbench.bench.faults.setting import (
+    AGAIN_S,
+    EXPERT_PARALLEL,
+    UNLIMITED,
+    Found,
+    Setting,
+    faults_of_answers,
+    faults_of_end,
+)
+from serving.workbench.bench.faults.victims import Load, Subject, all_pids, by_reason, kill, running_load, runs, subject
 from serving.workbench.bench.link.network import INTERFACE, Network, network
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, end_group, started_server
 from serving.workbench.bench.statistics import table

@@ -1,16 +1,19 @@
-"""What the sections of `ubatch bench faults` share: a checkpoint, requests, their right answers, and who judges."""
+"""What the sections of `ubatch bench faults` share: a checkpoint, requests, their right answers, who judges; and what
+was promised, with which they compare what they saw."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from serving.workbench.bench.faults.answers import Answer, Asked
-from serving.workbench.bench.faults.referee import Referee
-from serving.workbench.bench.faults.victims import Subject, subject
+from serving.workbench.bench.faults.referee import Referee, Tally, Verdict
+from serving.workbench.bench.faults.victims import Ended, Footprint, Subject, by_reason, subject
 
 EXPERT_PARALLEL = ("--data-parallel-size=2", "--enable-expert-parallel")
 LANES = ("--enable-dbo", "--dbo-decode-token-threshold=4", "--dbo-prefill-token-threshold=8")
@@ -76,3 +79,82 @@ class Found:
 
     figures: Any
     faults: list[str] = field(default_factory=list)
+
+
+# -- the promises ------------------------------------------------------------------------------------------------------
+
+
+_NOISE = {"resident": 0.03, "descriptors": 2.0, "threads": 32.0}
+"""Growth that is none: a share of the memory, and numbers of descriptors and threads. An event loop's executor starts a
+thread when none is idle, and keeps it, up to 32; of threads, at most half as many as there were kills."""
+
+
+def faults_of_answers(tally: Tally, *, exact: bool) -> list[str]:
+    """Faults in the answers that came while a server was disturbed."""
+    lost, wrong, excused = (tally.counts[each] for each in (Verdict.LOST, Verdict.WRONG, Verdict.EXCUSED))
+    first = {each: next(iter(tally.told(each)), "") for each in Verdict}
+    broken = {
+        "no request was answered": not tally.requests,
+        f"{lost} of {tally.requests} requests were lost: {first[Verdict.LOST]}": lost,
+        f"{wrong} of {tally.requests} requests got another text: {first[Verdict.WRONG]}": wrong and exact,
+        f"{excused} of {tally.requests} texts differ where rounding decides": (
+            excused > max(1.0, MOST_EXCUSED * tally.requests) and exact
+        ),
+    }
+    return [what for what, is_so in broken.items() if is_so]
+
+
+def faults_of_end(ended: Ended, *, status: int = 0) -> list[str]:
+    """Faults in the end of a server that had to end with this exit status."""
+    broken = {
+        f"the server ended with status {ended.status}": ended.status != status,
+        f"{len(ended.processes)} processes were left over: {ended.processes[:2]}": ended.processes,
+        f"files were left over: {ended.files[:3]}": ended.files,
+    }
+    return [what for what, is_so in broken.items() if is_so]
+
+
+def faults_of_restarts(restarts: Mapping[str, int], most: int) -> list[str]:
+    """Faults in the restarts that `/metrics` counts, after so many failures."""
+    count = sum(by_reason(restarts).values())
+    broken = {
+        "/metrics counts no restart": not count,
+        f"/metrics counts {count} restarts after {most} failures": count > most,
+        "/metrics counts no resumed request": not restarts.get("resumed"),
+    }
+    return [what for what, is_so in broken.items() if is_so]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A straight line through a series: growth over its whole length, with the 95% interval of that."""
+
+    growth: float
+    low: float
+    high: float
+
+
+def trend(values: Sequence[float]) -> Trend | None:
+    """The least-squares line through values at equal distances; None if there are fewer than four."""
+    count = len(values)
+    if count < 4:
+        return None
+    place = np.arange(count, dtype=float) - (count - 1) / 2
+    slope = float(place @ np.asarray(values, dtype=float) / (place @ place))
+    rest = np.asarray(values, dtype=float) - np.mean(values) - slope * place
+    error = float(np.sqrt(rest @ rest / (count - 2) / (place @ place)))
+    length = count - 1
+    return Trend(slope * length, (slope - 2 * error) * length, (slope + 2 * error) * length)
+
+
+def faults_of_series(series: Sequence[Footprint]) -> list[str]:
+    """What has grown in a process: the lower end of the trend's interval is above the noise."""
+    faults = []
+    for name, noise in _NOISE.items():
+        values = [float(getattr(each, name)) for each in series]
+        line = trend(values)
+        limit = noise * values[0] if name == "resident" and values else min(noise, len(values) / 2)
+        # A line through one step is steeper than the step.
+        if line is not None and line.low > 0 and min(line.growth, max(values) - values[0]) > limit:
+            faults.append(f"{name} of the API process grew from {values[0]:.0f} to {values[-1]:.0f}")
+    return faults

@@ -4,7 +4,7 @@
         for every load, --repeats times       send it; the same requests for every arm
 
 An arm's two servers are in a network namespace each, on a core each, with one thread. What joins them is TCP over a
-link with delay and rate, see `tunnel`.
+link with delay and rate, see `network`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.workbench.bench.link.deployment import ARMS, Arm, Deployment, Servers, deployed
-from serving.workbench.bench.link.network import Network, network
-from serving.workbench.bench.link.probe import Probe, probe
+from serving.workbench.bench.link.network import Network, Probe, Speed, network, probe
 from serving.workbench.bench.link.report import (
     LOADS,
     Load,
@@ -40,7 +39,6 @@ from serving.workbench.bench.link.report import (
     send_load,
     warm_up,
 )
-from serving.workbench.bench.link.tunnel import Speed
 from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import Server

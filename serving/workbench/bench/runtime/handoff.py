@@ -19,9 +19,16 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from serving.workbench.bench.cores import on_cores, split_cores
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
+from serving.workbench.bench.statistics import (
+    Interval,
+    bootstrap,
+    interleave_arms,
+    on_cores,
+    paired,
+    split_cores,
+    table,
+)
 from ubatch import dbo_yield, get_schedule
 from ubatch.lanes.wakeup import EventFdWakeUp, LockWakeUp
 from ubatch.lanes.workers import LanePool

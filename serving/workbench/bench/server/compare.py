@@ -20,9 +20,9 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.workbench.bench.options import SERVER, BlockOptions, Counts
+from serving.workbench.bench.server.fake_device import measure_scheduler
 from serving.workbench.bench.server.offline import Workload, make_served_model, measure_offline
 from serving.workbench.bench.server.overlap import measure_served_overlap
-from serving.workbench.bench.server.scheduler import measure_scheduler
 
 
 class Part(StrEnum):

@@ -28,8 +28,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.workbench.bench.options import SERVER, ModelFolder, Ranks, ReportOptions
-from serving.workbench.bench.server.figures import Spread, figures_of
-from serving.workbench.bench.server.load import Load, make_tasks, read_steps, served_model
+from serving.workbench.bench.server.load import Load, Spread, figures_of, make_tasks, read_steps, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import GREEDY, Server, Task, send_and_check
 from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, table

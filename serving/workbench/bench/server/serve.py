@@ -16,8 +16,7 @@ from serving.arguments.fields import Flag
 from serving.options.flags.fields import ApiKey
 from serving.progress import progress
 from serving.workbench.bench.options import SERVER, ReportOptions
-from serving.workbench.bench.server.figures import figures_of
-from serving.workbench.bench.server.load import Load, OrInfinite, make_tasks, served_model
+from serving.workbench.bench.server.load import Load, OrInfinite, figures_of, make_tasks, served_model
 from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
 from ubatch import ConfigError
 

@@ -12,7 +12,7 @@ A visit is one call of `LLM.generate`. The parts are measured beside it, one cal
 and the tokenizer, once.
 
 On a CPU a step's masks are filled after its forward; on a GPU they are filled while it runs. What that hides is shown
-by the same three arms on a fake device (`structured_device`).
+by the same three arms on a fake device (`fake_device`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from serving.llm import LLM
 from serving.structured.matcher import GrammarCompiler
 from serving.structured.tokenizer import load_grammar_tokenizer
 from serving.workbench.bench.options import SERVER, Dtype
+from serving.workbench.bench.server.fake_device import measure_device
 from serving.workbench.bench.server.offline import Workload, random_prompts
-from serving.workbench.bench.server.structured_device import measure_device
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, print_machine
 from serving.workbench.bench.step_setting import ModelOptions, model_folder
 from ubatch import UBatchError

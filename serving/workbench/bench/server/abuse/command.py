@@ -1,8 +1,9 @@
-"""The command: its flags, its phases, its table and its verdict."""
+"""The command: its flags, its phases, its table and its verdict; and the checkpoint with a token that is poison."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import shlex
 import tempfile
@@ -13,21 +14,25 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
-from serving.workbench.bench.server.abuse.judge import (
+from serving.workbench.bench.server.abuse.rounds import (
+    Hang,
+    Round,
     Row,
     faults_of_hang,
     faults_of_memory,
     faults_of_rounds,
     faults_of_windows,
+    hang,
+    rest,
+    rounds,
     stretch,
 )
-from serving.workbench.bench.server.abuse.poison import poisoned_copy
-from serving.workbench.bench.server.abuse.rounds import Hang, Round, hang, rest, rounds
 from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
 from serving.workbench.bench.server.load import read_steps, served_model, token_pool
 from serving.workbench.bench.server.process import ServerProcess, running_server
@@ -217,3 +222,43 @@ def _print_rows(rows: Sequence[Row]) -> None:
     ratio = stretch(rows)
     if ratio is not None:
         print(f"p99 of the streams' inter-token latency while long prompts arrive: {ratio:.2f} of that alone")
+
+
+# -- the poison --------------------------------------------------------------------------------------------------------
+
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def poisoned_copy(model: Path, folder: Path) -> int:
+    """Fill an empty folder with links to the checkpoint's files and a changed embedding; returns the poisoned token's
+    id.
+
+    A tied output head is untied, so that it keeps its weights.
+
+    Raises:
+        ConfigError: the model is no checkpoint in safetensors, or its embedding has another name.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model} is not the folder of a checkpoint: {error}.") from error
+    index = model / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    name = places.get(_EMBEDDING, "model.safetensors")
+    tensors = load_file(model / name) if (model / name).is_file() else {}
+    if _EMBEDDING not in tensors:
+        raise ConfigError(f"{model} has no {_EMBEDDING} in safetensors; give the folder of another checkpoint.")
+    if config.get("tie_word_embeddings"):
+        tensors[_HEAD] = tensors[_EMBEDDING].clone()
+        places |= {_HEAD: name} if places else {}
+    token = len(tensors[_EMBEDDING]) - 1
+    tensors[_EMBEDDING][token] = float("nan")
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    if places:
+        (folder / index.name).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for file in model.iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file.resolve())
+    return token
