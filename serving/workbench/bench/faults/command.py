@@ -17,10 +17,10 @@ from serving.workbench.bench.faults.others import run_limit, run_others, run_poi
 from serving.workbench.bench.faults.pause import run_cost, run_pause, run_soak
 from serving.workbench.bench.faults.referee import FLAGS, Referee
 from serving.workbench.bench.faults.setting import Found, Setting, Sizes
-from serving.workbench.bench.faults.victims import Subject, subject
 from serving.workbench.bench.link.command import signals_end_it
 from serving.workbench.bench.options import SERVER, Checkpoint, Dtype, ReportOptions
 from serving.workbench.bench.server.load import token_pool
+from serving.workbench.bench.server.subject import Subject, subject
 from ubatch import ConfigError
 
 SECTIONS: Mapping[str, Callable[[Setting], Found]] = {

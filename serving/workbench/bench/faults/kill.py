@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from serving.workbench.bench.faults.load import NotHealthy, kill_engines, running_load
 from serving.workbench.bench.faults.referee import Tally, Verdict
 from serving.workbench.bench.faults.setting import (
     AGAIN_S,
@@ -21,9 +22,9 @@ from serving.workbench.bench.faults.setting import (
     faults_of_end,
     faults_of_restarts,
 )
-from serving.workbench.bench.faults.victims import Ended, NotHealthy, Subject, by_reason, kill_engines, running_load
 from serving.workbench.bench.server.load import read_metrics
 from serving.workbench.bench.server.requests import Server
+from serving.workbench.bench.server.subject import Ended, Subject, by_reason
 from serving.workbench.bench.statistics import table
 
 _LOOK_S = 0.2

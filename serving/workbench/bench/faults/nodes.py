@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 from serving.ranks import free_port
 from serving.workbench.bench.faults.answers import Answer, Asked
+from serving.workbench.bench.faults.load import Load, kill, running_load
 from serving.workbench.bench.faults.setting import (
     AGAIN_S,
     EXPERT_PARALLEL,
@@ -28,9 +29,9 @@ from serving.workbench.bench.faults.setting import (
     faults_of_answers,
     faults_of_end,
 )
-from serving.workbench.bench.faults.victims import Load, Subject, all_pids, by_reason, kill, running_load, runs, subject
 from serving.workbench.bench.link.network import INTERFACE, Network, network
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, end_group, started_server
+from serving.workbench.bench.server.subject import Subject, by_reason, pids_of, runs, subject
 from serving.workbench.bench.statistics import table
 from ubatch import ConfigError
 
@@ -71,7 +72,7 @@ class _Second:
     def ranks(self) -> list[int]:
         """Process ids of its ranks."""
         group = self.launcher.process.pid
-        return [pid for pid in all_pids() if pid != group and runs(pid) and os.getsid(pid) == group]
+        return [pid for pid in pids_of([group]) if pid != group and runs(pid)]
 
 
 @dataclass(frozen=True)

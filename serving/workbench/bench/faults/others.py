@@ -17,6 +17,7 @@ from typing import Any
 
 from serving.workbench.bench.faults.answers import Answer, Asked, ask_all
 from serving.workbench.bench.faults.faulty import FOLDER, PROGRAM
+from serving.workbench.bench.faults.load import NotHealthy, kill, kill_engines, running_load
 from serving.workbench.bench.faults.referee import Tally, Verdict
 from serving.workbench.bench.faults.setting import (
     AGAIN_S,
@@ -29,15 +30,7 @@ from serving.workbench.bench.faults.setting import (
     faults_of_end,
     faults_of_restarts,
 )
-from serving.workbench.bench.faults.victims import (
-    Ended,
-    NotHealthy,
-    Subject,
-    by_reason,
-    kill,
-    kill_engines,
-    running_load,
-)
+from serving.workbench.bench.server.subject import Ended, Subject, by_reason
 from serving.workbench.bench.statistics import table
 from ubatch import UBatchError
 

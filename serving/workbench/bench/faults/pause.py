@@ -24,6 +24,7 @@ from statistics import median
 from serving.engine.kept import SharedMemory
 from serving.engine.step_record import StepRecord
 from serving.workbench.bench.faults.answers import Asked
+from serving.workbench.bench.faults.load import Load, kill, running_load
 from serving.workbench.bench.faults.referee import Tally
 from serving.workbench.bench.faults.setting import (
     AGAIN_S,
@@ -36,11 +37,10 @@ from serving.workbench.bench.faults.setting import (
     faults_of_series,
     trend,
 )
-from serving.workbench.bench.faults.victims import Footprint, Load, Subject, footprint, kill, running_load, subject
-from serving.workbench.bench.peers.process import cpu_seconds, wait_for_rest
 from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import GREEDY, greedy_tasks, send_and_check
+from serving.workbench.bench.server.subject import Footprint, Subject, cpu_seconds, footprint, subject, wait_for_rest
 from serving.workbench.bench.statistics import bootstrap, interleave_arms, on_cores, paired, split_cores, table
 from ubatch import UBatchError
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from serving.workbench.bench.faults.answers import Answer, Asked
 from serving.workbench.bench.faults.referee import Referee, Tally, Verdict
-from serving.workbench.bench.faults.victims import Ended, Footprint, Subject, by_reason, subject
+from serving.workbench.bench.server.subject import Ended, Footprint, Subject, by_reason, subject
 
 EXPERT_PARALLEL = ("--data-parallel-size=2", "--enable-expert-parallel")
 LANES = ("--enable-dbo", "--dbo-decode-token-threshold=4", "--dbo-prefill-token-threshold=8")

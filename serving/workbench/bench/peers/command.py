@@ -17,12 +17,13 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.workbench.bench.options import SERVER, BlockOptions, Counts, Dtypes, ModelFolder
-from serving.workbench.bench.peers.process import Arm, EngineProcess, running_engine, wait_for_rest
+from serving.workbench.bench.peers.process import Arm, EngineProcess, running_engine
 from serving.workbench.bench.peers.results import OURS, LoadResult, Visit, measure_load
 from serving.workbench.bench.server.load import figures_of
 from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
 from serving.workbench.bench.server.requests import RequestFailed, Server, greedy_tasks, send_and_check
+from serving.workbench.bench.server.subject import wait_for_rest
 from serving.workbench.bench.statistics import print_machine
 from ubatch import ConfigError, UBatchError
 from ubatch.process import num_cores

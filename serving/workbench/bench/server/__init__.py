@@ -4,6 +4,7 @@ serve      a load on an OpenAI-compatible server
 load       the load's requests: lengths, prompts, arrival times; throughput, and percentiles of the latencies
 requests   sends them when due, and times their streams
 process    starts a server as a process of its own
+subject    looks into its processes, too
 fairness   how much prompts delay requests that decode
 compare    `ubatch bench engine`, in these parts:
 offline    offline and served, against transformers

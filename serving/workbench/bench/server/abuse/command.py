@@ -33,10 +33,9 @@ from serving.workbench.bench.server.abuse.rounds import (
     rounds,
     stretch,
 )
-from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
+from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references
 from serving.workbench.bench.server.load import read_steps, served_model, token_pool
-from serving.workbench.bench.server.process import ServerProcess, running_server
-from serving.workbench.bench.server.requests import Server
+from serving.workbench.bench.server.subject import Subject, resident_bytes, subject
 from serving.workbench.bench.statistics import table
 from ubatch import ConfigError
 
@@ -88,8 +87,8 @@ def run(options: Options) -> int:
         poisoned = poisoned_copy(options.model, Path(folder))
         flags = [*FLAGS, f"--timeout-s={options.timeout_s}", *shlex.split(options.serve_flags)]
         print(f"ubatch serve {options.model} {' '.join(flags)}")
-        with running_server(Path(folder), flags) as process:
-            return asyncio.run(_Abuse(options, process, poisoned).run(attacks))
+        with subject(Path(folder), flags) as attacked:
+            return asyncio.run(_Abuse(options, attacked, poisoned).run(attacks))
 
 
 def _open_files() -> None:
@@ -103,24 +102,22 @@ def _open_files() -> None:
 class _Abuse:
     """One run of the command on a server, whose token `poisoned` has nan as its embedding."""
 
-    def __init__(self, options: Options, process: ServerProcess, poisoned: int) -> None:
-        self._options, self._process, self._poisoned = options, process, poisoned
+    def __init__(self, options: Options, attacked: Subject, poisoned: int) -> None:
+        self._options, self._attacked, self._poisoned = options, attacked, poisoned
         self._faults: list[str] = []
 
     async def run(self, attacks: Sequence[Attack]) -> int:
         """Run all phases; prints each when it ends."""
-        options, process = self._options, self._process
-        asked = Server(process.base_url)
-        model = await served_model(asked, None)
-        server = Server(process.base_url, model.name)
+        options, server = self._options, self._attacked.server
+        model = await served_model(server, None)
         pool = [token for token in await token_pool(server) if token != self._poisoned]
         target = Target(server, pool, self._poisoned, model.max_model_len or 1024, _MAX_CONNECTIONS, options.arrivals_s)
         rows = await self._attack(target, attacks)
-        peak, overlapped = resident_bytes(process.process.pid, peak=True), (await read_steps(server))["engaged"]
+        peak, overlapped = resident_bytes(self._attacked.pid, peak=True), (await read_steps(server))["engaged"]
         print(f"the API process took at most {peak / 1e6:.0f} MB; {overlapped} steps overlapped")
         self._faults += faults_of_memory(peak, overlapped)
-        done = await self._rounds(server)
-        hung = await self._hang(server) if options.hang else None
+        done = await self._rounds()
+        hung = await self._hang() if options.hang else None
         options.write(
             {
                 "windows": [asdict(row) for row in rows],
@@ -164,9 +161,9 @@ class _Abuse:
         except OSError as error:  # an error of the attack's own connection counts as an answer
             answers.append(type(error).__name__)
 
-    async def _rounds(self, server: Server) -> list[Round]:
+    async def _rounds(self) -> list[Round]:
         options = self._options
-        done = await rounds(server, self._process, options.rounds, options.round_streams)
+        done = await rounds(self._attacked, options.rounds, options.round_streams)
         for number, each in enumerate(done, 1):
             memory = " ".join(f"{resident / 1e6:.0f}" for resident in each.resident)
             print(
@@ -176,8 +173,8 @@ class _Abuse:
         self._faults += faults_of_rounds(done, options.round_streams)
         return done
 
-    async def _hang(self, server: Server) -> Hang:
-        seen = await hang(server, self._process, self._options.timeout_s)
+    async def _hang(self) -> Hang:
+        seen = await hang(self._attacked, self._options.timeout_s)
         times = ["-" if each is None else f"{each:.1f} s" for each in (seen.unhealthy_s, seen.ended_s)]
         print(
             f"rank {seen.rank} stopped: /health 503 after {times[0]}, ended after {times[1]} with status "

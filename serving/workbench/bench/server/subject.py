@@ -1,32 +1,28 @@
-"""The server under test: its processes, what they hold, requests that run all the time while something else happens to
-it, and what is left when it has ended."""
+"""A server that is watched: its processes, what they hold, whether they compute, and what is left when it has ended."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
 import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 
 import httpx
 
 from serving import fork_loop
-from serving.workbench.bench.faults.answers import Answer, Asked, ask
-from serving.workbench.bench.server.abuse.watch import resident_bytes
 from serving.workbench.bench.server.load import read_metrics, served_model
 from serving.workbench.bench.server.process import UBATCH, ServerProcess, running_server
 from serving.workbench.bench.server.requests import RequestFailed, Server
 
+_REST_WINDOW_S, _REST_SHARE, _REST_S = 0.2, 0.1, 10.0
 _ENGINE = re.compile(r" engine rank=(\d+) pid=(\d+)")
 _LOOK_S = 0.02
 _CACHES = "torchinductor_"
@@ -91,15 +87,19 @@ class Subject:
         told = {int(rank): int(pid) for rank, pid in _ENGINE.findall(self.log())}
         return {rank: pid for rank, pid in told.items() if runs(pid)}
 
+    def ranks(self) -> list[int]:
+        """Process ids of all that are forked as ranks (`fork_loop`), the oldest first."""
+        return sorted(pid for pid in self.processes() if _is_rank(pid, self.pid))
+
     def starting(self) -> list[int]:
-        """Process ids of ranks that start: they are forked (`fork_loop`), but not in the log yet."""
+        """Process ids of ranks that start: they are not in the log yet."""
         logged = set(self.engines().values())
-        return [pid for pid in self.processes() if pid not in logged and _is_rank(pid, self.pid)]
+        return [pid for pid in self.ranks() if pid not in logged]
 
     def processes(self) -> list[int]:
         """Process ids of everything that it has started and that runs, and its own."""
         mark = f"TMPDIR={self.folder}".encode()
-        return [pid for pid in all_pids() if mark in _read(pid, "environ").split(b"\0") and runs(pid)]
+        return [pid for pid in _all_pids() if mark in _read(pid, "environ").split(b"\0") and runs(pid)]
 
     async def wait_healthy(self, timeout_s: float) -> float | None:
         """Wait until `/health` answers 200; returns the seconds that took, or None if it did not."""
@@ -176,10 +176,13 @@ def footprint(pid: int) -> Footprint:
         raise RequestFailed(f"process {pid} of the server is gone.") from error
 
 
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
-    state = _read(pid, "stat").rpartition(b") ")[2][:1]
-    return state not in (b"", b"Z", b"X")
+def resident_bytes(pid: int, *, peak: bool = False) -> int:
+    """Resident memory of a process: now, or its peak so far. Raises RequestFailed if it is gone."""
+    name = b"VmHWM:" if peak else b"VmRSS:"
+    for line in _read(pid, "status").splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise RequestFailed(f"process {pid} of the server is gone.")
 
 
 def by_reason(counts: Mapping[str, int]) -> dict[str, int]:
@@ -187,10 +190,42 @@ def by_reason(counts: Mapping[str, int]) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if reason != "resumed"}
 
 
-def _parent(pid: int) -> int:
-    """The process that has started it; 0 if it is gone."""
-    fields = _read(pid, "stat").rpartition(b") ")[2].split()
-    return int(fields[1]) if fields else 0
+# -- what /proc says ---------------------------------------------------------------------------------------------------
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    return _stat(pid)[:1] not in ([], [b"Z"], [b"X"])
+
+
+def pids_of(sessions: Collection[int]) -> list[int]:
+    """Process ids of the processes of these sessions, given by the ids of their leaders."""
+    return [pid for pid in _all_pids() if (fields := _stat(pid)) and int(fields[3]) in sessions]
+
+
+def wait_for_rest(sessions: Collection[int]) -> bool:
+    """Wait until the processes of these sessions hardly use a core: an engine may poll for a while after its last
+    answer, vLLM's workers for a second. Returns False if they still do after 10 s."""
+    deadline = time.monotonic() + _REST_S
+    used = cpu_seconds(sessions)
+    while time.monotonic() < deadline:
+        time.sleep(_REST_WINDOW_S)
+        before, used = used, cpu_seconds(sessions)
+        if used - before < _REST_SHARE * _REST_WINDOW_S and not _waits_for_a_core(sessions):
+            return True
+    return False
+
+
+def cpu_seconds(sessions: Collection[int]) -> float:
+    """CPU time so far of the processes of these sessions that still run."""
+    ticks = sum(sum(map(int, _stat(pid)[11:13])) for pid in pids_of(sessions))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _waits_for_a_core(sessions: Collection[int]) -> bool:
+    """Whether one of their threads could run: next to other work it may get no core for a while."""
+    threads = (thread for pid in pids_of(sessions) for thread in Path(f"/proc/{pid}/task").glob("*"))
+    return any(_stat(str(thread.relative_to("/proc")))[:1] == [b"R"] for thread in threads)
 
 
 def _is_rank(pid: int, api: int) -> bool:
@@ -198,131 +233,29 @@ def _is_rank(pid: int, api: int) -> bool:
     return _parent(server) == api and all(mark in _read(each, "cmdline") for each in (pid, server))
 
 
-def all_pids() -> list[int]:
-    """Process ids of this machine."""
-    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
-
-
-def _read(pid: int, name: str) -> bytes:
-    """A file of a process in `/proc`; empty if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
+def _parent(pid: int) -> int:
+    """The process that has started it; 0 if it is gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
 
 
 def _command_line(pid: int) -> str:
     return f"{pid} {_read(pid, 'cmdline').replace(chr(0).encode(), b' ').decode(errors='replace')[:120]}"
 
 
-# -- the requests meanwhile --------------------------------------------------------------------------------------------
+def _all_pids() -> list[int]:
+    """Process ids of this machine."""
+    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
 
 
-_AFTER_ERROR_S = 0.5
-_LAST_S = 300.0
+def _stat(place: int | str) -> list[bytes]:
+    """The fields of the `stat` of a process or thread from the third on; its name may have blanks."""
+    return _read(place, "stat").rpartition(b") ")[2].split()
 
 
-@dataclass
-class Load:
-    """Requests that are asked again and again, each as soon as its last answer has come.
-
-    Attributes:
-        answers: request's index and its answer, in the order in which they came.
-        times: of each request that runs, and its successors, when something came, by `time.monotonic()`.
-        kills: engines that were killed meanwhile.
-    """
-
-    requests: Sequence[Asked]
-    answers: list[tuple[int, Answer]] = field(default_factory=list)
-    times: list[list[float]] = field(default_factory=list)
-    kills: int = 0
-
-    def cases(self, references: Sequence[Answer]) -> list[tuple[Asked, Answer, Answer]]:
-        """For the referee."""
-        return [(self.requests[index], references[index], answer) for index, answer in self.answers]
-
-
-@asynccontextmanager
-async def running_load(
-    subject: Subject, requests: Sequence[Asked], at_once: int, *, wait: bool = True
-) -> AsyncIterator[Load]:
-    """Keep so many of the requests running in the block, all in turn; after it, wait for the last answers, or drop
-    them."""
-    load, stop = Load(requests, times=[[] for _ in range(at_once)]), asyncio.Event()
-
-    async def repeat(client: httpx.AsyncClient, index: int) -> None:
-        places = cycle(range(index, len(requests), at_once))
-        while not stop.is_set():
-            place = next(places)
-            answer = await ask(
-                subject.server, client, requests[place], lambda _: load.times[index].append(time.monotonic())
-            )
-            load.answers.append((place, answer))
-            if answer.error is not None:
-                if not subject.alive:
-                    return
-                await asyncio.sleep(_AFTER_ERROR_S)
-
-    async with subject.server.client() as client:
-        running = [asyncio.create_task(repeat(client, index)) for index in range(at_once)]
-        try:
-            yield load
-            stop.set()
-            done, late = await asyncio.wait(running, timeout=_LAST_S if wait else 0)
-            for task in done:
-                task.result()
-            for index, task in enumerate(running):
-                if task in late and wait:
-                    error = f"no answer {_LAST_S:g} s after the last fault"
-                    load.answers.append((index, Answer([], error=error)))
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-
-
-class NotHealthy(Exception):
-    """The server did not become healthy again; the message says after what."""
-
-
-async def kill_engines(
-    subject: Subject,
-    load: Load,
-    count: int,
-    rng: random.Random,
-    *,
-    between_s: tuple[float, float],
-    again_s: float,
-    twice: bool = True,
-) -> None:
-    """Kill a random engine that many times, each time some seconds after the server is healthy; with `twice`
-    every fifth time once more while the engines are started. The load counts them.
-
-    Raises:
-        NotHealthy: it was not healthy `again_s` seconds after one of them.
-    """
-    while load.kills < count:
-        await _healthy(subject, load, again_s)
-        await asyncio.sleep(rng.uniform(*between_s))
-        if engines := list(subject.engines().values()):
-            load.kills += kill(rng.choice(engines))
-        if twice and load.kills % 5 == 4 and load.kills < count:
-            await subject.wait_sick(again_s)
-            await asyncio.sleep(rng.uniform(0.0, 0.3))  # a start takes less than a second
-            if starting := subject.starting():
-                load.kills += kill(rng.choice(starting))
-    await _healthy(subject, load, again_s)
-
-
-async def _healthy(subject: Subject, load: Load, again_s: float) -> None:
-    if await subject.wait_healthy(again_s) is None:
-        what = f"not healthy {again_s:g} s" if subject.alive else "the server has ended"
-        raise NotHealthy(f"{what} after kill {load.kills}")
-
-
-def kill(pid: int, number: int = signal.SIGKILL) -> bool:
-    """Send a signal; whether the process was there."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-        return True
-    return False
+def _read(place: int | str, name: str) -> bytes:
+    """A file of a process or thread in `/proc`; empty if it is gone."""
+    try:
+        return Path(f"/proc/{place}/{name}").read_bytes()
+    except OSError:
+        return b""
