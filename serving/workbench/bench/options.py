@@ -52,12 +52,13 @@ SERVER = (
 )
 
 
+# Where code, too, makes the options, `default=` names a default: only so do type checkers know that there is one.
 class FileOptions(Group):
     """Options of a command that can write what it found to a file."""
 
-    json_file: Annotated[
-        Path | None, Flag(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
+    json_file: Annotated[Path | None, Flag(name="json", metavar="FILE")] = Field(
+        default=None, description="write raw arms and results here"
+    )
 
 
 class ReportOptions(FileOptions):
@@ -91,4 +92,4 @@ class ReportOptions(FileOptions):
 class BlockOptions(ReportOptions):
     """Options of a benchmark whose arms are interleaved."""
 
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    blocks: int = Field(default=15, ge=2, description="A B B A blocks; 15 or more for figures to quote")

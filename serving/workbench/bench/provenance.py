@@ -134,7 +134,7 @@ def _git(*words: str) -> str | None:
 class Options(Group):
     """Where they are."""
 
-    folder: Annotated[Path, Flag(positional=True), Field(description="folder of results")] = Path("benchmarks/results")
+    folder: Annotated[Path, Flag(positional=True)] = Field(Path("benchmarks/results"), description="folder of results")
 
 
 def run(options: Options) -> int:

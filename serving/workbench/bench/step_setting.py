@@ -37,15 +37,7 @@ from serving.workbench.arms.cells import arm_config
 from serving.workbench.arms.programs import Programs, gather_steps, traced_step
 from serving.workbench.bench.options import ENGINE, BlockOptions, Dtype, LatencyUs, Ranks
 from serving.workbench.bench.statistics import Arm, interleave_arms
-from ubatch import (
-    SCHEDULES,
-    CommGroup,
-    ConfigError,
-    Schedule,
-    UBatchConfig,
-    UBatchError,
-    UBatchWrapper,
-)
+from ubatch import SCHEDULES, CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, UBatchWrapper
 from ubatch.schedules import SERIAL
 
 RANDOM_MODELS: Mapping[str, type[RandomQwen3Moe] | type[RandomDeepseekV3]] = {
@@ -65,11 +57,11 @@ class ModelOptions(BlockOptions):
     of_random: ClassVar[tuple[str, ...]] = ("layers",)
     """Options that a checkpoint leaves no choice of."""
 
-    model: Annotated[
-        Path | None, Field(description="checkpoint folder, or name on the hub; random weights if not given")
-    ] = None
+    model: Path | None = Field(
+        default=None, description="checkpoint folder, or name on the hub; random weights if not given"
+    )
     random: Random = "qwen3-moe"
-    layers: Annotated[int | None, Field(ge=2, description="of the random model; 8 if not given")] = None
+    layers: int | None = Field(default=None, ge=2, description="of the random model; 8 if not given")
 
     @property
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
@@ -85,17 +77,17 @@ _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 class StepOptions(ModelOptions):
     """The steps, and the link under them."""
 
-    dtype: Annotated[Dtype, Field(description="of the model and its transfers")] = "float32"
+    dtype: Dtype = Field(default="float32", description="of the model and its transfers")
     ranks: Ranks = 2
-    sequences: Annotated[int, Field(ge=2, description="prompts per rank and step")] = 8
-    sequence_length: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
+    sequences: int = Field(default=8, ge=2, description="prompts per rank and step")
+    sequence_length: int = Field(default=128, ge=1, description="tokens of a prompt")
     latency_us: LatencyUs = 20.0
-    schedule: Annotated[str, one_of(SCHEDULES), Field(description=f"one of {', '.join(SCHEDULES)}")] = (
-        "mlp_shared_overlap"
+    schedule: Annotated[str, one_of(SCHEDULES)] = Field(
+        default="mlp_shared_overlap", description=f"one of {', '.join(SCHEDULES)}"
     )
-    all2all_backend: Annotated[
-        str, one_of(all2all_backends()), Field(description="what carries the data under the emulated link")
-    ] = "torch_dist"
+    all2all_backend: Annotated[str, one_of(all2all_backends())] = Field(
+        default="torch_dist", description="what carries the data under the emulated link"
+    )
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -223,10 +223,7 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
 
 @contextmanager
 def open_batch(
-    runner: ModelRunner,
-    prompts: Sequence[Sequence[int]],
-    link: EmulatedLink,
-    kind: type[StepSetting] = StepSetting,
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], link: EmulatedLink, kind: type[StepSetting] = StepSetting
 ) -> Iterator[StepSetting]:
     """Steps that prefill these prompts."""
     setting = kind(runner, prefill_batch(runner, prompts), link)

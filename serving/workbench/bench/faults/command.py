@@ -44,24 +44,20 @@ class Options(ReportOptions):
     unwritten = frozenset({"model"})
     measures = (*SERVER, "serving/workbench/bench/faults")
 
-    model: Annotated[
-        Checkpoint,
-        Flag(positional=True),
-        Field(
-            description="folder of a Hugging Face checkpoint; of up to 1,024 tokens, so that edges of draws are exact"
-        ),
-    ]
-    only: Annotated[tuple[str, ...], Field(description=f"sections: {', '.join(SECTIONS)}; all if none")] = ()
-    kills: Annotated[int, Field(ge=1, description="engines killed in each configuration")] = 10
-    streams: Annotated[int, Field(ge=8, description="requests that run all the time")] = 64
-    output_len: Annotated[int, Field(ge=16, description="their tokens")] = 200
-    pauses: Annotated[int, Field(ge=1, description="kills whose pause is measured, and cold starts")] = 5
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks of cost; 160 for figures to quote")] = 40
-    minutes: Annotated[float, Field(gt=0, description="of soak")] = 2.0
-    every_s: Annotated[float, Field(gt=0, description="seconds between two kills of soak")] = 20.0
-    timeout_s: Annotated[float, Field(ge=2, description="the servers', where a rank hangs or a link is cut")] = 5.0
-    dtype: Annotated[Dtype, Field(description="in bfloat16 texts may differ; their rate is shown")] = "float32"
-    quick: Annotated[bool, Field(description="the least of everything, to try the command")] = False
+    model: Annotated[Checkpoint, Flag(positional=True)] = Field(
+        description="folder of a Hugging Face checkpoint; of up to 1,024 tokens, so that edges of draws are exact"
+    )
+    only: tuple[str, ...] = Field((), description=f"sections: {', '.join(SECTIONS)}; all if none")
+    kills: int = Field(10, ge=1, description="engines killed in each configuration")
+    streams: int = Field(64, ge=8, description="requests that run all the time")
+    output_len: int = Field(200, ge=16, description="their tokens")
+    pauses: int = Field(5, ge=1, description="kills whose pause is measured, and cold starts")
+    blocks: int = Field(40, ge=2, description="A B B A blocks of cost; 160 for figures to quote")
+    minutes: float = Field(2.0, gt=0, description="of soak")
+    every_s: float = Field(20.0, gt=0, description="seconds between two kills of soak")
+    timeout_s: float = Field(5.0, ge=2, description="the servers', where a rank hangs or a link is cut")
+    dtype: Dtype = Field("float32", description="in bfloat16 texts may differ; their rate is shown")
+    quick: bool = Field(False, description="the least of everything, to try the command")
 
     @property
     def sizes(self) -> Sizes:

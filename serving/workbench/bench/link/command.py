@@ -63,38 +63,34 @@ class Options(ReportOptions):
 
     measures = (*SERVER, "serving/workbench/bench/link")
 
-    model: Annotated[
-        Checkpoint | None, Field(description="folder of a Hugging Face checkpoint; random weights if not given")
-    ] = None
-    random: Random = "qwen3-moe"
-    links: Annotated[
-        _Links,
-        Flag(metavar="US:MBIT/S ...", default="0:0 100:2000 500:600 1000:200"),
-        Field(min_length=1, description="delay and rate each way; a rate of 0 is unlimited"),
-    ] = tuple(map(Speed.parse, ("0:0", "100:2000", "500:600", "1000:200")))
-    arms: Annotated[
-        _Arms,
-        Flag(metavar="ARM ..."),
-        Field(min_length=1, description="the first is compared with; more by NAME=FLAGS, as 'tuned=--config a.yaml'"),
-    ] = tuple(map(Arm.parse, ARMS))
-    loads: Annotated[
-        _Loads, Flag(metavar="LOAD ...", default=" ".join(LOADS)), Field(min_length=1, description="or PROMPTSxINxOUT")
-    ] = tuple(LOADS.values())
-    blocks: Annotated[int, Field(ge=1, description="A B B A blocks: two visits of every arm each")] = 2
-    repeats: Annotated[int, Field(ge=1, description="a visit sends each load that often")] = 2
-    live: Annotated[bool, Field(description="keep every arm's servers, in place of starting them for each visit")] = (
-        False
+    model: Checkpoint | None = Field(
+        None, description="folder of a Hugging Face checkpoint; random weights if not given"
     )
-    change: Annotated[
-        bool,
-        Field(
-            description="change from the first link to the second when half of the requests have ended; a load is then "
-            f"sent --repeats times in one go, {_AT_ONCE} requests at a time"
-        ),
-    ] = False
+    random: Random = "qwen3-moe"
+    links: Annotated[_Links, Flag(metavar="US:MBIT/S ...", default="0:0 100:2000 500:600 1000:200")] = Field(
+        tuple(map(Speed.parse, ("0:0", "100:2000", "500:600", "1000:200"))),
+        min_length=1,
+        description="delay and rate each way; a rate of 0 is unlimited",
+    )
+    arms: Annotated[_Arms, Flag(metavar="ARM ...")] = Field(
+        tuple(map(Arm.parse, ARMS)),
+        min_length=1,
+        description="the first is compared with; more by NAME=FLAGS, as 'tuned=--config a.yaml'",
+    )
+    loads: Annotated[_Loads, Flag(metavar="LOAD ...", default=" ".join(LOADS))] = Field(
+        tuple(LOADS.values()), min_length=1, description="or PROMPTSxINxOUT"
+    )
+    blocks: int = Field(2, ge=1, description="A B B A blocks: two visits of every arm each")
+    repeats: int = Field(2, ge=1, description="a visit sends each load that often")
+    live: bool = Field(False, description="keep every arm's servers, in place of starting them for each visit")
+    change: bool = Field(
+        False,
+        description="change from the first link to the second when half of the requests have ended; a load is then "
+        f"sent --repeats times in one go, {_AT_ONCE} requests at a time",
+    )
     serve_flags: ServeFlags = ""
-    start_s: Annotated[float, Field(gt=0, description="servers may take that long to start")] = 300.0
-    timeout_s: Annotated[float, Field(gt=0, description="a request may take that long")] = 600.0
+    start_s: float = Field(300.0, gt=0, description="servers may take that long to start")
+    timeout_s: float = Field(600.0, gt=0, description="a request may take that long")
 
 
 def run(options: Options) -> int:

@@ -46,24 +46,22 @@ class Options(BlockOptions):
     measures = SERVER
 
     model: ModelFolder
-    vllm: Annotated[
-        str | None, Flag(metavar="PYTHON"), Field(description="interpreter of an environment with vLLM for CPUs")
-    ] = None
-    transformers: Annotated[
-        str | None, Flag(metavar="PYTHON"), Field(description="interpreter of an environment with transformers")
-    ] = None
-    only: Annotated[tuple[Part, ...], Field(min_length=1, description="the loads to measure")] = (*Part,)
-    dtypes: Dtypes = ("bfloat16", "float32")
-    prompts: Annotated[int, Field(ge=1, description="offline: prompts")] = 64
-    input_len: Annotated[int, Field(ge=1, description="offline, one, served: tokens of a prompt")] = 128
-    output_len: Annotated[int, Field(ge=1, description="offline, served: new tokens of a prompt")] = 64
-    one_output_len: Annotated[int, Field(ge=1, description="one: new tokens")] = 256
-    first_input_len: Annotated[int, Field(ge=1, description="first: tokens of the prompt")] = 4000
-    clients: Annotated[Counts, Field(description="served: requests at a time")] = (16, 64)
-    requests: Annotated[int, Field(ge=1, description="served: requests of every client, one after the other")] = 2
-    timeout_s: Annotated[float, Field(gt=0, description="an engine may take that long to start, or for a visit")] = (
-        900.0
+    vllm: Annotated[str | None, Flag(metavar="PYTHON")] = Field(
+        None, description="interpreter of an environment with vLLM for CPUs"
     )
+    transformers: Annotated[str | None, Flag(metavar="PYTHON")] = Field(
+        None, description="interpreter of an environment with transformers"
+    )
+    only: tuple[Part, ...] = Field((*Part,), min_length=1, description="the loads to measure")
+    dtypes: Dtypes = ("bfloat16", "float32")
+    prompts: int = Field(64, ge=1, description="offline: prompts")
+    input_len: int = Field(128, ge=1, description="offline, one, served: tokens of a prompt")
+    output_len: int = Field(64, ge=1, description="offline, served: new tokens of a prompt")
+    one_output_len: int = Field(256, ge=1, description="one: new tokens")
+    first_input_len: int = Field(4000, ge=1, description="first: tokens of the prompt")
+    clients: Counts = Field((16, 64), description="served: requests at a time")
+    requests: int = Field(2, ge=1, description="served: requests of every client, one after the other")
+    timeout_s: float = Field(900.0, gt=0, description="an engine may take that long to start, or for a visit")
 
     def peers(self) -> dict[str, str]:
         """Name of a peer -> its interpreter."""

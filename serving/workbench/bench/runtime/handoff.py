@@ -14,7 +14,6 @@ import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -39,7 +38,7 @@ class Options(BlockOptions):
 
     measures = ("ubatch/lanes", "ubatch/schedules", "ubatch/streams")
 
-    handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement; fewer next to a busy thread")] = 4000
+    handoffs: int = Field(4000, ge=10, description="hand-offs per measurement; fewer next to a busy thread")
 
 
 class _EventWakeUp:

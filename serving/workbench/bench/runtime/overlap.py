@@ -35,22 +35,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from pydantic import Field
 
 from serving.ranks import run_ranks
 from serving.workbench.arms.programs import Programs, middle_steps, predict_step, write_steps
-from serving.workbench.bench.statistics import (
-    Arm,
-    Interval,
-    fastest,
-    overlap_figures,
-    paired,
-    print_arms,
-    table,
-)
+from serving.workbench.bench.statistics import Arm, Interval, fastest, overlap_figures, paired, print_arms, table
 from serving.workbench.bench.step_setting import (
     Setting,
     SplitCompute,
@@ -70,13 +62,9 @@ _FIGURES = ("efficiency", "of_two_lanes", "schedule_efficiency", "hidden", "spee
 class Options(StepOptions):
     """What to measure."""
 
-    lanes: Annotated[tuple[int, ...], Field(description="numbers of lanes to compare")] = (2, 3, 4)
-    ratios: Annotated[tuple[float, ...], Field(description="communication as a multiple of split compute")] = (
-        0.25,
-        0.5,
-        1.0,
-        2.0,
-        4.0,
+    lanes: tuple[int, ...] = Field((2, 3, 4), description="numbers of lanes to compare")
+    ratios: tuple[float, ...] = Field(
+        (0.25, 0.5, 1.0, 2.0, 4.0), description="communication as a multiple of split compute"
     )
 
 

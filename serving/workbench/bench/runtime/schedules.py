@@ -21,7 +21,6 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -61,10 +60,10 @@ _POOL = 4
 class Options(StepOptions):
     """What to measure."""
 
-    ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 1.0
-    top: Annotated[int, Field(ge=1, description="schedules of the search to measure")] = 10
-    max_lanes: Annotated[int, Field(ge=1, le=8, description="most lanes in the search")] = 4
-    max_chunks: Annotated[int, Field(ge=1, le=8, description="most chunks in the search")] = 4
+    ratio: float = Field(1.0, gt=0, description="communication as a multiple of the compute of two lanes")
+    top: int = Field(10, ge=1, description="schedules of the search to measure")
+    max_lanes: int = Field(4, ge=1, le=8, description="most lanes in the search")
+    max_chunks: int = Field(4, ge=1, le=8, description="most chunks in the search")
 
 
 @dataclass(frozen=True)

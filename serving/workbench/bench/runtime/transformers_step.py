@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -31,8 +30,8 @@ from ubatch.schedules import SERIAL
 class Options(StepOptions):
     """What to measure."""
 
-    lanes: Annotated[int, Field(ge=2, description="of the wrapped model")] = 2
-    ratio: Annotated[float, Field(gt=0, description="communication as a multiple of split compute")] = 1.0
+    lanes: int = Field(2, ge=2, description="of the wrapped model")
+    ratio: float = Field(1.0, gt=0, description="communication as a multiple of split compute")
 
 
 class TransformersSetting(Setting):

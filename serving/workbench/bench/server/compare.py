@@ -37,16 +37,16 @@ class Options(BlockOptions):
 
     measures = SERVER
 
-    only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
-    ranks: Annotated[tuple[int, ...], Field(description="offline, served: numbers of data-parallel ranks")] = (1, 2)
-    tensor_parallel_size: Annotated[
-        Counts, Flag(alias="-tp"), Field(description="offline, served: processes per rank; combined with every --ranks")
-    ] = (1,)
-    prompts: Annotated[int, Field(ge=1, description="offline, served: prompts")] = 64
-    input_len: Annotated[int, Field(ge=1, description="their tokens")] = 128
-    output_len: Annotated[int, Field(ge=1, description="tokens of their answers")] = 64
-    step_tokens: Annotated[int, Field(ge=1024, description="overlap: most tokens of a rank's step")] = 2048
-    running: Annotated[int, Field(ge=1, description="scheduler: running requests")] = 64
+    only: tuple[Part, ...] = Field((*Part,), description="the parts to measure")
+    ranks: tuple[int, ...] = Field((1, 2), description="offline, served: numbers of data-parallel ranks")
+    tensor_parallel_size: Annotated[Counts, Flag(alias="-tp")] = Field(
+        (1,), description="offline, served: processes per rank; combined with every --ranks"
+    )
+    prompts: int = Field(64, ge=1, description="offline, served: prompts")
+    input_len: int = Field(128, ge=1, description="their tokens")
+    output_len: int = Field(64, ge=1, description="tokens of their answers")
+    step_tokens: int = Field(2048, ge=1024, description="overlap: most tokens of a rank's step")
+    running: int = Field(64, ge=1, description="scheduler: running requests")
 
 
 PREFILL_HEAVY = Workload(prompts=32, input_len=512, output_len=16)

@@ -45,22 +45,19 @@ class Options(ReportOptions):
 
     model: ModelFolder
     ranks: Ranks = 2
-    emulated_link: Annotated[
-        tuple[float, float], Flag(metavar="US MB/S"), Field(description="latency and bandwidth between them")
-    ] = (20.0, 50.0)
-    limits: Annotated[
-        tuple[str, ...],
-        Field(min_length=1, description="--max-prefill-tokens-per-mixed-step of the arms, in addition to off"),
-    ] = ("auto",)
-    flags: Annotated[
-        tuple[str, ...], Field(description="more flags of every server, as one word each: --flag=value")
-    ] = ()
-    rounds: Annotated[int, Field(ge=2, description="A B B A rounds; each runs every arm twice")] = 3
-    streams: Annotated[int, Field(ge=1, description="requests that decode")] = 8
-    output_len: Annotated[int, Field(ge=8, description="their tokens")] = 200
-    prompts: Annotated[int, Field(ge=1, description="long prompts meanwhile")] = 12
-    input_len: Annotated[int, Field(ge=1, description="their tokens")] = 900
-    in_flight: Annotated[int, Field(ge=1, description="long prompts at a time")] = 2
+    emulated_link: Annotated[tuple[float, float], Flag(metavar="US MB/S")] = Field(
+        (20.0, 50.0), description="latency and bandwidth between them"
+    )
+    limits: tuple[str, ...] = Field(
+        ("auto",), min_length=1, description="--max-prefill-tokens-per-mixed-step of the arms, in addition to off"
+    )
+    flags: tuple[str, ...] = Field((), description="more flags of every server, as one word each: --flag=value")
+    rounds: int = Field(3, ge=2, description="A B B A rounds; each runs every arm twice")
+    streams: int = Field(8, ge=1, description="requests that decode")
+    output_len: int = Field(200, ge=8, description="their tokens")
+    prompts: int = Field(12, ge=1, description="long prompts meanwhile")
+    input_len: int = Field(900, ge=1, description="their tokens")
+    in_flight: int = Field(2, ge=1, description="long prompts at a time")
 
 
 @dataclass(frozen=True)

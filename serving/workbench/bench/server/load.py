@@ -52,19 +52,18 @@ OrInfinite = Annotated[float, PlainSerializer(_for_json, when_used="json"), Fiel
 class Load(Group):
     """The number, sizes and arrival times of requests."""
 
-    num_prompts: Annotated[int, Field(ge=1, description="requests")] = 100
-    request_rate: Annotated[OrInfinite, Field(description="requests per second, Poisson; inf sends all at once")] = (
-        math.inf
+    num_prompts: int = Field(default=100, ge=1, description="requests")
+    request_rate: OrInfinite = Field(
+        default=math.inf, description="requests per second, Poisson; inf sends all at once"
     )
-    dataset: Annotated[
-        Dataset,
-        Field(description="random: token ids known to /tokenize; words: English words"),
-    ] = Dataset.RANDOM
-    input_len: Annotated[int, Field(ge=1, description="mean tokens of a prompt")] = 128
-    output_len: Annotated[int, Field(ge=1, description="mean tokens of an answer")] = 64
-    range_ratio: Annotated[float, Field(ge=0, lt=1, description="lengths vary by this share, up and down")] = 0.0
-    cancel_ratio: Annotated[float, Field(ge=0, le=1, description="share of the requests dropped midway")] = 0.0
-    seed: Annotated[int, Field(description="of lengths, prompts, arrivals and drops")] = 0
+    dataset: Dataset = Field(
+        default=Dataset.RANDOM, description="random: token ids known to /tokenize; words: English words"
+    )
+    input_len: int = Field(default=128, ge=1, description="mean tokens of a prompt")
+    output_len: int = Field(default=64, ge=1, description="mean tokens of an answer")
+    range_ratio: float = Field(default=0.0, ge=0, lt=1, description="lengths vary by this share, up and down")
+    cancel_ratio: float = Field(default=0.0, ge=0, le=1, description="share of the requests dropped midway")
+    seed: int = Field(default=0, description="of lengths, prompts, arrivals and drops")
 
     @property
     def longest(self) -> int:

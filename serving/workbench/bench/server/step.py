@@ -200,19 +200,16 @@ Seconds = Mapping[Kind, float]
 class Options(ModelOptions):
     """What to measure."""
 
-    requests: Annotated[int, Field(ge=1, description="prompts of the prefill, tokens of a decode step")] = 64
-    prompt: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
-    steps: Annotated[int, Field(ge=4, description="decode steps of a visit; the first few record kernel calls")] = 16
-    kv_cache_memory: Annotated[
-        int | str,
-        AfterValidator(parse_bytes),
-        Flag(metavar="BYTES"),
-        Field(description="of an engine's cache, which must have room for all requests, like 512M"),
-    ] = "256M"
+    requests: int = Field(64, ge=1, description="prompts of the prefill, tokens of a decode step")
+    prompt: int = Field(128, ge=1, description="tokens of a prompt")
+    steps: int = Field(16, ge=4, description="decode steps of a visit; the first few record kernel calls")
+    kv_cache_memory: Annotated[int | str, AfterValidator(parse_bytes), Flag(metavar="BYTES")] = Field(
+        "256M", description="of an engine's cache, which must have room for all requests, like 512M"
+    )
     dtypes: Dtypes = ("float32", "bfloat16")
-    kernels: Annotated[
-        tuple[Literal["torch", "native"], ...], Field(min_length=1, description="torch's, and those in C")
-    ] = ("torch", "native")
+    kernels: tuple[Literal["torch", "native"], ...] = Field(
+        ("torch", "native"), min_length=1, description="torch's, and those in C"
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from pydantic import Field
@@ -56,14 +56,14 @@ class Options(ModelOptions):
     measures = (*SERVER, "serving/structured")
     of_random = (*ModelOptions.of_random, "vocabulary")
 
-    requests: Annotated[int, Field(ge=2, description="that decode together")] = 64
-    prompt: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 16
-    tokens: Annotated[int, Field(ge=2, description="of each output")] = 64
-    vocabulary: Annotated[
-        int | None, Field(ge=1000, description="of the random model, and of a tokenizer made for it; 2048 if not given")
-    ] = None
-    device_ms: Annotated[float, Field(gt=0, description="milliseconds of a step of the fake device")] = 10.0
-    dtype: Annotated[Dtype, Field(description="of the model")] = "float32"
+    requests: int = Field(64, ge=2, description="that decode together")
+    prompt: int = Field(16, ge=1, description="tokens of a prompt")
+    tokens: int = Field(64, ge=2, description="of each output")
+    vocabulary: int | None = Field(
+        None, ge=1000, description="of the random model, and of a tokenizer made for it; 2048 if not given"
+    )
+    device_ms: float = Field(10.0, gt=0, description="milliseconds of a step of the fake device")
+    dtype: Dtype = Field("float32", description="of the model")
 
     @property
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:

@@ -59,16 +59,16 @@ class Options(ReportOptions):
     unwritten = frozenset({"model"})
     measures = SERVER
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a checkpoint in safetensors")]
-    only: Annotated[tuple[str, ...], Field(description="attacks whose names contain one of these; all if none")] = ()
-    streams: Annotated[int, Field(ge=1, description="streams during the attacks")] = 50
-    alone_s: Annotated[float, Field(gt=0, description="seconds of the streams alone, before and after")] = 10.0
-    arrivals_s: Annotated[float, Field(gt=0, description="seconds during which prompts of 900 tokens arrive")] = 20.0
-    rounds: Annotated[int, Field(ge=0, description="loads of which a third is dropped midway")] = 5
-    round_streams: Annotated[int, Field(ge=3, description="streams of such a load")] = 1000
-    hang: Annotated[bool, Field(description="stop a rank at the end")] = True
-    timeout_s: Annotated[float, Field(ge=5, description="the server's: after it, a rank counts as hung")] = 15.0
-    serve_flags: Annotated[ServeFlags, Field(description="more flags of the server, besides " + " ".join(FLAGS))] = ""
+    model: Annotated[Checkpoint, Flag(positional=True)] = Field(description="folder of a checkpoint in safetensors")
+    only: tuple[str, ...] = Field((), description="attacks whose names contain one of these; all if none")
+    streams: int = Field(50, ge=1, description="streams during the attacks")
+    alone_s: float = Field(10.0, gt=0, description="seconds of the streams alone, before and after")
+    arrivals_s: float = Field(20.0, gt=0, description="seconds during which prompts of 900 tokens arrive")
+    rounds: int = Field(5, ge=0, description="loads of which a third is dropped midway")
+    round_streams: int = Field(1000, ge=3, description="streams of such a load")
+    hang: bool = Field(True, description="stop a rank at the end")
+    timeout_s: float = Field(15.0, ge=5, description="the server's: after it, a rank counts as hung")
+    serve_flags: ServeFlags = Field("", description="more flags of the server, besides " + " ".join(FLAGS))
 
 
 def run(options: Options) -> int:
