@@ -191,12 +191,14 @@ def print_arms(arms: Mapping[str, Sequence[float]], spec: str, indent: int = 2, 
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results with stable keys; a dataclass, such as an interval, is written as its fields."""
+    """Write results with stable keys; a dataclass, such as an interval, is written as its fields, or by `as_json`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2, default=_plain) + "\n", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "as_json"):
+        return value.as_json()
     if is_dataclass(value):
         return {each.name: getattr(value, each.name) for each in fields(value)}
     return str(value)

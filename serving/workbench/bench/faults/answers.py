@@ -12,16 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-import msgspec
 
-from serving.workbench.bench.server.requests import (
-    RequestFailed,
-    Server,
-    decode_answer,
-    message_of,
-    read_events,
-    refused,
-)
+from serving.workbench.bench.server.requests import RequestFailed, Server, read_answer, read_payloads
 
 _PATH = "/v1/completions"
 
@@ -102,31 +94,6 @@ class Answer:
     status: int | None = None
 
 
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    text: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Payload(msgspec.Struct):
-    choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode = msgspec.json.Decoder(_Payload).decode
-
-
 async def ask(
     server: Server, client: httpx.AsyncClient, asked: Asked, told: Callable[[Answer], object] = lambda _: None
 ) -> Answer:
@@ -136,17 +103,12 @@ async def ask(
     try:
         async with client.stream("POST", _PATH, json=asked.body(server.model)) as response:
             answer.status = response.status_code
-            if response.status_code != httpx.codes.OK:
-                content = await response.aread()
-                answer.code = _code_of(content)
-                raise refused(response, content)
-            if asked.stream:
-                await _read_stream(response, answer, told)
-            else:
-                _take(answer, await response.aread())
-                told(answer)
+            async with aclosing(read_payloads(response, stream=asked.stream)) as payloads:
+                async for payload, _ in payloads:
+                    _take(answer, payload)
+                    told(answer)
     except (httpx.HTTPError, RequestFailed) as failure:
-        answer.error = f"{type(failure).__name__}: {failure}"
+        answer.error, answer.code = f"{type(failure).__name__}: {failure}", getattr(failure, "code", None)
     return answer
 
 
@@ -156,19 +118,9 @@ async def ask_all(server: Server, requests: Sequence[Asked]) -> list[Answer]:
         return list(await asyncio.gather(*(ask(server, client, each) for each in requests)))
 
 
-async def _read_stream(response: httpx.Response, answer: Answer, told: Callable[[Answer], object]) -> None:
-    async with aclosing(read_events(response)) as events:
-        async for payload, _ in events:
-            _take(answer, payload)
-            told(answer)
-
-
 def _take(answer: Answer, payload: bytes) -> None:
     """Add a whole answer, or an event of a stream."""
-    read = decode_answer(_decode, payload)
-    if read.error is not None:
-        answer.code = _code_of(payload)
-        raise RequestFailed(message_of(read.error))
+    read = read_answer(payload)
     if read.usage is not None:
         answer.completion_tokens = read.usage.completion_tokens
     for each in read.choices:
@@ -185,16 +137,6 @@ def _take(answer: Answer, payload: bytes) -> None:
         choice.finish_reason = each.finish_reason
         if each.token_ids:
             answer.times.append(time.monotonic())
-
-
-def _code_of(content: bytes) -> str | None:
-    """The code of an error of the API, if it has one."""
-    try:
-        error = _decode(content).error
-    except msgspec.MsgspecError:
-        return None
-    code = error.get("code") if isinstance(error, dict) else None
-    return None if code is None else str(code)
 
 
 # -- which requests ----------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from serving.workbench.bench.faults.load import NotHealthy, kill_engines, running_load
 from serving.workbench.bench.faults.referee import Tally, Verdict
@@ -82,23 +81,18 @@ class Killed:
     name: str
     kills: int
     seconds: float
-    tally: Tally
+    answers: Tally
     restarts: Mapping[str, int]
     signs: Signs
     ended: Ended
     unhealthy: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name not in ("tally", "ended", "signs")}
-        more = {"answers": self.tally.as_json(), "ended": asdict(self.ended), "signs": asdict(self.signs)}
-        return own | more
 
     def faults(self, *, exact: bool) -> list[str]:
         sign = SHOWN.get(self.name)
         found = [self.unhealthy] if self.unhealthy else []
         if sign is not None and not getattr(self.signs, sign):
             found.append(f"nothing was {sign}: another configuration is needed to show anything")
-        found += faults_of_answers(self.tally, exact=exact)
+        found += faults_of_answers(self.answers, exact=exact)
         if self.unhealthy is None:
             found += faults_of_restarts(self.restarts, self.kills)
         found += faults_of_end(self.ended)
@@ -110,15 +104,14 @@ def run_kills(setting: Setting) -> Found:
     done, faults = [], []
     for name, flags in list(CONFIGURATIONS.items())[: setting.sizes.configurations]:
         with setting.server(UNLIMITED, *flags) as subject:
-            parts = asyncio.run(_kill(setting, subject, name))
-            killed = Killed(name, ended=subject.end(), **parts)
+            killed = asyncio.run(_kill(setting, subject, name))
         done.append(killed)
         faults += killed.faults(exact=setting.exact)
         _print(done[-1:], head=len(done) == 1)
-    return Found([each.as_json() for each in done], faults)
+    return Found(done, faults)
 
 
-async def _kill(setting: Setting, subject: Subject, name: str) -> dict[str, Any]:
+async def _kill(setting: Setting, subject: Subject, name: str) -> Killed:
     rng, unhealthy = random.Random(name), None
     async with running_load(subject, setting.requests, setting.streams) as load:
         signs = await _wait_for_signs(subject.server, SHOWN.get(name))
@@ -128,12 +121,9 @@ async def _kill(setting: Setting, subject: Subject, name: str) -> dict[str, Any]
         except NotHealthy as error:
             unhealthy = str(error)
         seconds = time.monotonic() - begun
-    tally = await setting.referee.tally(load.cases(setting.references))
+    answers = await setting.referee.tally(load.cases(setting.references))
     restarts = dict(await subject.restarts())
-    return {
-        **{"kills": load.kills, "seconds": seconds, "tally": tally, "restarts": restarts, "signs": signs},
-        "unhealthy": unhealthy,
-    }
+    return Killed(name, load.kills, seconds, answers, restarts, signs, subject.end(), unhealthy)
 
 
 async def _wait_for_signs(server: Server, wanted: str | None) -> Signs:
@@ -151,12 +141,12 @@ def _print(done: Sequence[Killed], *, head: bool) -> None:
     names = ("kills", "s", "restarts", "resumed", "requests", *(each.value for each in Verdict), "left over")
     rows = []
     for each in done:
-        counts = [each.tally.counts[verdict] for verdict in Verdict]
+        counts = [each.answers.counts[verdict] for verdict in Verdict]
         restarts = sum(by_reason(each.restarts).values())
         resumed = each.restarts.get("resumed", 0)
         left = len(each.ended.processes) + len(each.ended.files)
         rows.append(
-            (each.name.ljust(24), each.kills, each.seconds, restarts, resumed, each.tally.requests, *counts, left)
+            (each.name.ljust(24), each.kills, each.seconds, restarts, resumed, each.answers.requests, *counts, left)
         )
     lines = table(dict.fromkeys(("".ljust(24), *(each.rjust(9) for each in names)), "9.0f"), rows).splitlines()
     print("\n".join(lines if head else lines[1:]), flush=True)

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from serving.ranks import free_port
 from serving.workbench.bench.faults.answers import Answer, Asked
@@ -110,8 +110,8 @@ def run_nodes(setting: Setting) -> Found:
         f"  cut for ever: both ended after {ended_s:.1f} s" if ended_s else "  cut for ever: not both ended", flush=True
     )
     figures = {
-        "healed": [asdict(each) for each in healed],
-        "answers": tally.as_json(),
+        "healed": healed,
+        "answers": tally,
         "ended_s": ended_s,
         "said": said,
     }

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,7 @@ def run_others(setting: Setting) -> Found:
     ]
     faults += [f"others: {each}" for each in found]
     _print_disturbed(done, tally)
-    figures = {"faults": [asdict(each) for each in done], "answers": tally.as_json(), "ended": asdict(ended)}
-    return Found(figures, faults)
+    return Found({"faults": done, "answers": tally, "ended": ended}, faults)
 
 
 async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[list[Disturbed], Tally, dict[str, int]]:
@@ -169,10 +168,6 @@ class Poisoned:
     restarts: Mapping[str, int]
     ended: Ended
 
-    def as_json(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name not in ("others", "ended")}
-        return {**own, "others": self.others.as_json(), "ended": asdict(self.ended)}
-
     def faults(self, *, exact: bool) -> list[str]:
         broken = {
             "the poisonous request was answered": self.error is None,
@@ -193,15 +188,14 @@ def run_poison(setting: Setting) -> Found:
             token = _unused_token(setting)
             (Path(folder) / "poison").write_text(f"{token} {how}")
             with setting.server(*flags, program=PROGRAM, variables={FOLDER: folder}) as subject:
-                parts = asyncio.run(_ask_with(setting, subject, token, stream=stream))
-                poisoned = Poisoned(name, ended=subject.end(), **parts)
+                poisoned = asyncio.run(_ask_with(setting, subject, name, token, stream=stream))
         done.append(poisoned)
         faults += poisoned.faults(exact=setting.exact)
     _print_poisoned(done)
-    return Found([each.as_json() for each in done], faults)
+    return Found(done, faults)
 
 
-async def _ask_with(setting: Setting, subject: Subject, token: int, *, stream: bool) -> dict[str, Any]:
+async def _ask_with(setting: Setting, subject: Subject, name: str, token: int, *, stream: bool) -> Poisoned:
     """Send all requests, one of them poisoned, at once."""
     requests = list(setting.requests[: setting.streams])
     place = len(requests) // 2
@@ -212,12 +206,9 @@ async def _ask_with(setting: Setting, subject: Subject, token: int, *, stream: b
     seconds = time.monotonic() - begun
     cases = list(zip(requests, setting.references[: setting.streams], answers, strict=True))
     del cases[place]
-    told = answers[place]
-    restarts = dict(await subject.restarts())
-    return {
-        **{"seconds": seconds, "status": told.status, "code": told.code, "error": told.error, "restarts": restarts},
-        "others": await setting.referee.tally(cases),
-    }
+    told, restarts = answers[place], dict(await subject.restarts())
+    others = await setting.referee.tally(cases)
+    return Poisoned(name, seconds, told.status, told.code, told.error, others, restarts, subject.end())
 
 
 def _unused_token(setting: Setting) -> int:
@@ -260,7 +251,7 @@ def run_limit(setting: Setting) -> Found:
     }
     found = [what for what, is_so in broken.items() if is_so] + faults_of_end(ended, status=1)
     print(f"  ended after {kills} kills with status {ended.status}: {' '.join(last)}", flush=True)
-    return Found({"kills": kills, "ended": asdict(ended), "said": last}, [f"limit: {each}" for each in found])
+    return Found({"kills": kills, "ended": ended, "said": last}, [f"limit: {each}" for each in found])
 
 
 async def _kill_until_it_ends(setting: Setting, subject: Subject) -> tuple[int, list[Answer]]:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -88,7 +88,7 @@ def run_pause(setting: Setting) -> Found:
     print(f"  then to the next token {bootstrap(every):.2f} s; the last stream's {median(map(_last, pauses)):.2f} s")
     print(f"  of a start           {ratio:.2f}", flush=True)
     faults = [f"a stream stands still for {ratio:.2f} of a start"] if ratio > _MOST_PAUSE else []
-    figures = {"starts_s": starts_s, "pauses": [asdict(each) for each in pauses], "ratio": ratio}
+    figures = {"starts_s": starts_s, "pauses": pauses, "ratio": ratio}
     return Found(figures, [f"pause: {each}" for each in [*faults, *faults_of_end(ended)]])
 
 
@@ -240,7 +240,7 @@ def run_soak(setting: Setting) -> Found:
     faults = [*faults_of_series(series), *faults_of_answers(tally, exact=setting.exact), *faults_of_end(ended)]
     if len(series) < kills:
         faults.append(f"the server came back after {len(series)} of {kills} kills")
-    figures = {"series": [asdict(each) for each in series], "kills": kills, "answers": tally.as_json()}
+    figures = {"series": series, "kills": kills, "answers": tally}
     return Found(figures, [f"soak: {each}" for each in faults])
 
 

@@ -32,7 +32,7 @@ from model_runner import SamplingParams, sample
 from model_runner.sampling.draws import uniform
 from model_runner.sampling.penalties import SamplingRow, adjust_logits
 from serving.workbench.bench.faults.answers import Answer, Asked, Choice, ask_all
-from serving.workbench.bench.server.requests import Server, refused
+from serving.workbench.bench.server.requests import Server, ask_json
 
 NEAR = 1e-4
 """Logits that are as close as this tie; a draw as close as this to an edge may fall on either side."""
@@ -293,7 +293,5 @@ class Referee:
         return [each[str(token)]["logprob"] for token, each in zip(choice.tokens, told, strict=True)]
 
     async def _post(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
-        answer = await client.post(self.server.endpoint.path, json={"model": self.server.model, **body})
-        if answer.status_code != httpx.codes.OK:
-            raise refused(answer, answer.content)
-        return answer.json()["choices"][0]
+        answer = await ask_json(client, "POST", self.server.endpoint.path, {"model": self.server.model, **body})
+        return answer["choices"][0]

@@ -111,7 +111,7 @@ def run(options: Options) -> int:
             del arm.rounds[0]  # a warm-up
         rows = {arm.name: _row(arm, next(each for each in arms if each.dbo == arm.dbo)) for arm in arms}
     _print(options, rows)
-    options.write({"arms": [rows[arm.name] | {"rounds": [each.as_json() for each in arm.rounds]} for arm in arms]})
+    options.write({"arms": [rows[arm.name] | {"rounds": arm.rounds} for arm in arms]})
     return 0
 
 

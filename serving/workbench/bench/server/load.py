@@ -18,7 +18,7 @@ from prometheus_client.samples import Sample
 from pydantic import Field, PlainSerializer
 
 from serving.arguments.fields import Group
-from serving.workbench.bench.server.requests import Endpoint, Outcome, RequestFailed, Server, Status, Task, refused
+from serving.workbench.bench.server.requests import Endpoint, Outcome, RequestFailed, Server, Status, Task, ask_json
 from serving.workbench.bench.statistics import table
 from ubatch import ConfigError
 from ubatch.errors import cut
@@ -135,12 +135,9 @@ async def _detokenize(server: Server, tokens: Sequence[int]) -> str:
 async def _ask(server: Server, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     async with server.client() as client:
         try:
-            response = await client.request(method, path, json=body)
+            return await ask_json(client, method, path, body)
         except httpx.HTTPError as error:
             raise RequestFailed(f"cannot reach {cut(server.base_url)}: {type(error).__name__} {error}") from error
-    if response.status_code != httpx.codes.OK:
-        raise refused(response, response.content)
-    return response.json()
 
 
 async def make_tasks(server: Server, load: Load, **fields: Any) -> list[Task]:

@@ -9,7 +9,6 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -120,11 +119,11 @@ class _Abuse:
         hung = await self._hang() if options.hang else None
         options.write(
             {
-                "windows": [asdict(row) for row in rows],
+                "windows": rows,
                 "gap_p99_ratio": stretch(rows),
                 "peak_resident_bytes": peak,
-                "rounds": [asdict(each) for each in done],
-                "hang": asdict(hung) if hung is not None else None,
+                "rounds": done,
+                "hang": hung,
                 "faults": self._faults,
             }
         )

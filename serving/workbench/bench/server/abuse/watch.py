@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 
-from serving.workbench.bench.server.requests import GREEDY, Outcome, Server, Status, Task, refused, send
+from serving.workbench.bench.server.requests import GREEDY, Outcome, Server, Status, Task, ask_json, send
 
 _EVERY_S = 0.1
 _TIE = 1e-3
@@ -46,10 +46,8 @@ async def ask_references(server: Server, asked: Sequence[tuple[Sequence[int], in
 
         async def ask(prompt: Sequence[int], max_tokens: int) -> Reference:
             body = {"model": server.model, "prompt": list(prompt), "max_tokens": max_tokens, "logprobs": 2}
-            answer = await client.post(server.endpoint.path, json={**body, **GREEDY})
-            if answer.status_code != httpx.codes.OK:
-                raise refused(answer, answer.content)
-            choice = answer.json()["choices"][0]
+            answer = await ask_json(client, "POST", server.endpoint.path, {**body, **GREEDY})
+            choice = answer["choices"][0]
             told = choice["logprobs"]
             close = [_margin(likeliest) < _TIE for likeliest in told["top_logprobs"]]
             ties = tuple(offset for offset, tie in zip(told["text_offset"], close, strict=True) if tie)
