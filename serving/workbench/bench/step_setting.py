@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,27 @@ class StepOptions(ModelOptions):
         """`dtype`, as torch's."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
+
+    @property
+    def overlap(self) -> UBatchConfig:
+        """How the lanes run."""
+        return UBatchConfig(schedule=self.schedule, timeout_s=300.0)
+
+    def link(self) -> EmulatedLink:
+        """The link, which starts infinitely fast."""
+        return EmulatedLink(self.latency_us * 1e-6, float("inf"))
+
+    def runner(self, model: Path, group: CommGroup, link: EmulatedLink, **more: Any) -> ModelRunner:
+        """This rank's part of the model; `more` as of `ModelRunner`."""
+        transport, dtype = self.all2all_backend, self.torch_dtype
+        return ModelRunner(
+            model, group=group, all2all_backend=transport, link=link, dbo=self.overlap, dtype=dtype, **more
+        )
+
+    def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
+        """The random tokens of a batch."""
+        size = (self.sequences, self.sequence_length)
+        return torch.randint(0, vocab_size, size, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def describe(self) -> str:
         """The step of a rank, in a line."""
@@ -206,17 +227,26 @@ def model_folder(options: ModelOptions) -> Iterator[Path]:
 @contextmanager
 def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[StepSetting]:
     """This rank's model and batch over an emulated link, which starts infinitely fast; every rank calls it."""
-    group = CommGroup.from_process_group(timeout_s=300.0)
-    link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
-    config = UBatchConfig(schedule=options.schedule, timeout_s=300.0)
-    transport, dtype = options.all2all_backend, options.torch_dtype
-    with ModelRunner(model, group=group, all2all_backend=transport, link=link, dbo=config, dtype=dtype) as runner:
-        generator = torch.Generator().manual_seed(rank)
-        size = (options.sequences, options.sequence_length)
-        prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
-        setting = StepSetting(runner, prefill_batch(runner, prompts), link)
+    group, link = CommGroup.from_process_group(timeout_s=300.0), options.link()
+    with (
+        options.runner(model, group, link) as runner,
+        open_batch(runner, options.prompts(runner.config.vocab_size, rank), link) as setting,
+    ):
         yield setting
+
+
+@contextmanager
+def open_batch(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], link: EmulatedLink, kind: type[StepSetting] = StepSetting
+) -> Iterator[StepSetting]:
+    """Steps that prefill these prompts."""
+    setting = kind(runner, prefill_batch(runner, prompts), link)
+    try:
+        yield setting
+    finally:
         setting.close()
+        for share in setting.batch.shares:
+            runner.release(share.request)
 
 
 def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Step:

@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from model_runner import GenerationOutput, SamplingParams, generate
 from serving.progress import progress
-from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, open_batch, placement_of, prompts_of
+from serving.workbench.bench.eplb.skewed import SkewedModels, on_next_ranks, placement_of, prompts_of
 from serving.workbench.bench.statistics import Interval, Rows, print_arms, resampled, table
-from serving.workbench.bench.step_setting import StepSetting, slowest_rank
+from serving.workbench.bench.step_setting import StepSetting, open_batch, slowest_rank
 
 MOVING = 2
 """Steps of a block while experts move: the shorter a block, the less has the machine changed in it."""

@@ -28,12 +28,12 @@ from serving.workbench.bench.eplb.skewed import (
     SkewedModels,
     expert_loads,
     loads_of,
-    open_batch,
     placement_of,
     set_biases,
     skewed_order,
 )
 from serving.workbench.bench.statistics import table
+from serving.workbench.bench.step_setting import open_batch
 from ubatch.schedules import SERIAL
 
 GOOD = 0.9
