@@ -14,8 +14,8 @@ from repository import TINY_MOE
 
 from model_runner import SamplingParams
 from model_runner.sampling.draws import uniform
-from serving.workbench.bench.faults import Options, run
 from serving.workbench.bench.faults.answers import KINDS, Answer, Asked, Choice, make_requests, with_stops
+from serving.workbench.bench.faults.command import Options, run
 from serving.workbench.bench.faults.pause import errors_at, tokens_after
 from serving.workbench.bench.faults.referee import (
     Difference,

@@ -7,7 +7,3 @@ moving     what steps feel of experts that move, and whether the tokens are the 
 shift      how soon experts are balanced again
 command    the options, and the order of things
 """
-
-from serving.workbench.bench.eplb.command import Options, run
-
-__all__ = ["Options", "run"]

@@ -11,7 +11,3 @@ nothing happens.
     nodes             a second machine that is killed and comes back, or is cut off
     command           flags, and the verdict
 """
-
-from serving.workbench.bench.faults.command import Options, run
-
-__all__ = ["Options", "run"]

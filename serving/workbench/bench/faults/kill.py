@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,28 +45,22 @@ SHOWN: Mapping[str, str] = {
     "ngram drafts": "accepted",
     "tiny KV, prefix cache": "preempted",
 }
-"""Name -> what must have happened there before anything is killed, by `Signs`."""
+"""Name -> what must have happened there before anything is killed."""
+_SIGNS = {
+    "ubatch:steps_total": "overlapped",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+    "vllm:num_preemptions_total": "preempted",
+}
+"""Metric -> steps that overlapped, drafted tokens that were accepted, requests that were retracted."""
 
 
-@dataclass(frozen=True)
-class Signs:
-    """What a server has done so far: steps that overlapped, drafted tokens that were accepted, requests that were
-    retracted."""
-
-    overlapped: int
-    accepted: int
-    preempted: int
-
-
-async def read_signs(server: Server) -> Signs:
-    """From `/metrics`."""
-    overlapped = accepted = preempted = 0
+async def read_signs(server: Server) -> Counter[str]:
+    """What a server has done so far, by the names in `_SIGNS`: from `/metrics`."""
+    signs = Counter(dict.fromkeys(_SIGNS.values(), 0))
     for sample in await read_metrics(server):
-        if sample.name == "ubatch:steps_total" and sample.labels["outcome"].startswith("engaged"):
-            overlapped += int(sample.value)
-        accepted += int(sample.value) if sample.name == "vllm:spec_decode_num_accepted_tokens_total" else 0
-        preempted += int(sample.value) if sample.name == "vllm:num_preemptions_total" else 0
-    return Signs(overlapped, accepted, preempted)
+        if sample.name in _SIGNS and sample.labels.get("outcome", "engaged").startswith("engaged"):
+            signs[_SIGNS[sample.name]] += int(sample.value)
+    return signs
 
 
 @dataclass(frozen=True)
@@ -83,14 +78,14 @@ class Killed:
     seconds: float
     answers: Tally
     restarts: Mapping[str, int]
-    signs: Signs
+    signs: Mapping[str, int]
     ended: Ended
     unhealthy: str | None
 
     def faults(self, *, exact: bool) -> list[str]:
         sign = SHOWN.get(self.name)
         found = [self.unhealthy] if self.unhealthy else []
-        if sign is not None and not getattr(self.signs, sign):
+        if sign is not None and not self.signs[sign]:
             found.append(f"nothing was {sign}: another configuration is needed to show anything")
         found += faults_of_answers(self.answers, exact=exact)
         if self.unhealthy is None:
@@ -102,7 +97,7 @@ class Killed:
 def run_kills(setting: Setting) -> Found:
     """Kill engines in every configuration; prints each when it ends."""
     done, faults = [], []
-    for name, flags in list(CONFIGURATIONS.items())[: setting.sizes.configurations]:
+    for name, flags in list(CONFIGURATIONS.items())[: 1 if setting.options.quick else None]:
         with setting.server(UNLIMITED, *flags) as subject:
             killed = asyncio.run(_kill(setting, subject, name))
         done.append(killed)
@@ -113,11 +108,11 @@ def run_kills(setting: Setting) -> Found:
 
 async def _kill(setting: Setting, subject: Subject, name: str) -> Killed:
     rng, unhealthy = random.Random(name), None
-    async with running_load(subject, setting.requests, setting.streams) as load:
+    async with running_load(subject, setting.requests, setting.options.streams) as load:
         signs = await _wait_for_signs(subject.server, SHOWN.get(name))
         begun = time.monotonic()
         try:
-            await kill_engines(subject, load, setting.sizes.kills, rng, between_s=_BETWEEN_S, again_s=AGAIN_S)
+            await kill_engines(subject, load, setting.options.kills, rng, between_s=_BETWEEN_S, again_s=AGAIN_S)
         except NotHealthy as error:
             unhealthy = str(error)
         seconds = time.monotonic() - begun
@@ -126,12 +121,12 @@ async def _kill(setting: Setting, subject: Subject, name: str) -> Killed:
     return Killed(name, load.kills, seconds, answers, restarts, signs, subject.end(), unhealthy)
 
 
-async def _wait_for_signs(server: Server, wanted: str | None) -> Signs:
+async def _wait_for_signs(server: Server, wanted: str | None) -> Counter[str]:
     """What the server has done after a while: until the sign that is wanted shows."""
     begun = time.monotonic()
     await asyncio.sleep(_ALONE_S)
     signs = await read_signs(server)
-    while wanted is not None and not getattr(signs, wanted) and time.monotonic() - begun < _SIGNS_S:
+    while wanted is not None and not signs[wanted] and time.monotonic() - begun < _SIGNS_S:
         await asyncio.sleep(_LOOK_S)
         signs = await read_signs(server)
     return signs

@@ -125,16 +125,16 @@ def _two_machines(setting: Setting, joined: Network, timeout_s: float) -> Iterat
     with first.entered(), ExitStack() as stack:
         shared = ["--nnodes=2", f"--master-addr={first.address}", f"--master-port={free_port()}", UNLIMITED]
         shared += [f"--timeout-s={timeout_s}", *EXPERT_PARALLEL]
-        command = [*UBATCH, "serve", str(setting.model), "--node-rank=1", *shared, *setting.flags]
+        command = [*UBATCH, "serve", str(setting.options.model), "--node-rank=1", *shared, *setting.options.flags]
         second = _Second(joined, command, "/tmp", stack)
         second.start()
-        flags = [*shared, *setting.flags]
-        server = stack.enter_context(subject(setting.model, flags, variables={"GLOO_SOCKET_IFNAME": INTERFACE}))
+        flags = [*shared, *setting.options.flags]
+        server = stack.enter_context(subject(setting.options.model, flags, variables={"GLOO_SOCKET_IFNAME": INTERFACE}))
         yield server, second
 
 
 def _healed(setting: Setting, joined: Network) -> tuple[list[Cut], list[Case], list[str]]:
-    with _two_machines(setting, joined, _PATIENT * setting.timeout_s) as (server, second):
+    with _two_machines(setting, joined, _PATIENT * setting.options.timeout_s) as (server, second):
         done, cases = asyncio.run(_disturb(setting, server, second))
         ended = server.end()
     faults = [f"{each.name}: the server did not come back" for each in done if each.again_s is None]
@@ -172,7 +172,7 @@ async def _harm(name: str, setting: Setting, server: Subject, second: _Second) -
         second.start()
     else:
         link.cut()
-        await asyncio.sleep(1.5 * _PATIENT * setting.timeout_s)
+        await asyncio.sleep(1.5 * _PATIENT * setting.options.timeout_s)
         link.cut(cut=False)
 
 
@@ -192,8 +192,8 @@ async def _serves_again(server: Subject, second: _Second, load: Load, begun: flo
 
 def _not_healed(setting: Setting, joined: Network) -> tuple[float | None, list[str], list[str]]:
     """Cut the link for ever: seconds until both have ended, their last lines, and the faults."""
-    most_s = _MOST_SILENCES * setting.timeout_s
-    with _two_machines(setting, joined, setting.timeout_s) as (server, second):
+    most_s = _MOST_SILENCES * setting.options.timeout_s
+    with _two_machines(setting, joined, setting.options.timeout_s) as (server, second):
         asyncio.run(_load_for(server, setting.requests, _PROGRESS_S))
         joined.link.cut()
         begun = time.monotonic()

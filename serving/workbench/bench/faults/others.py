@@ -69,14 +69,14 @@ class Disturbed:
 
 def run_others(setting: Setting) -> Found:
     """One server of two ranks that overlap; the faults come one after the other while requests run."""
-    flags = (UNLIMITED, f"--timeout-s={setting.timeout_s}", *EXPERT_PARALLEL, *LANES)
+    flags = (UNLIMITED, f"--timeout-s={setting.options.timeout_s}", *EXPERT_PARALLEL, *LANES)
     with (
         tempfile.TemporaryDirectory() as folder,
         setting.server(*flags, program=PROGRAM, variables={FOLDER: folder}) as subject,
     ):
         done, tally, restarts = asyncio.run(_disturb(setting, subject, Path(folder)))
         ended = subject.end()
-    faults = [fault for each in done for fault in each.faults(setting.timeout_s)]
+    faults = [fault for each in done for fault in each.faults(setting.options.timeout_s)]
     found = [
         *faults_of_answers(tally, exact=setting.exact),
         *faults_of_restarts(restarts, 10 * len(done)),
@@ -95,13 +95,13 @@ async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[li
         "exception inside a lane": partial(_tell, subject, folder / "lane"),
     }
     done = []
-    async with running_load(subject, setting.requests, setting.streams) as load:
+    async with running_load(subject, setting.requests, setting.options.streams) as load:
         for name, way in ways.items():
             if await subject.wait_healthy(AGAIN_S) is None:
                 break
             await asyncio.sleep(_PROGRESS_S)
             before, begun = await subject.restarts(), time.monotonic()
-            health = asyncio.create_task(subject.wait_sick(setting.timeout_s + AGAIN_S))
+            health = asyncio.create_task(subject.wait_sick(setting.options.timeout_s + AGAIN_S))
             happened = await way()
             noticed_s = await health if happened else None
             health.cancel()
@@ -197,14 +197,14 @@ def run_poison(setting: Setting) -> Found:
 
 async def _ask_with(setting: Setting, subject: Subject, name: str, token: int, *, stream: bool) -> Poisoned:
     """Send all requests, one of them poisoned, at once."""
-    requests = list(setting.requests[: setting.streams])
+    requests = list(setting.requests[: setting.options.streams])
     place = len(requests) // 2
     poisonous = Asked("poisonous", (*requests[place].prompt, token), stream, {"max_tokens": 20, "temperature": 0})
     requests[place] = poisonous
     begun = time.monotonic()
     answers = await asyncio.wait_for(ask_all(subject.server, requests), 10 * _AGAIN_S)
     seconds = time.monotonic() - begun
-    cases = list(zip(requests, setting.references[: setting.streams], answers, strict=True))
+    cases = list(zip(requests, setting.references[: setting.options.streams], answers, strict=True))
     del cases[place]
     told, restarts = answers[place], dict(await subject.restarts())
     others = await setting.referee.tally(cases)

@@ -72,14 +72,14 @@ def run_pause(setting: Setting) -> Found:
     """Kill a rank of a server of two ranks with 100 million parameters; compare with its own start."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_served_model(Path(folder))
-        flags = [*setting.flags, *EXPERT_PARALLEL, UNLIMITED, "--kv-cache-memory=512M"]
+        flags = [*setting.options.flags, *EXPERT_PARALLEL, UNLIMITED, "--kv-cache-memory=512M"]
         starts_s = []
-        for _ in range(min(_COLD_STARTS, setting.sizes.pauses) - 1):
+        for _ in range(min(_COLD_STARTS, setting.options.pauses) - 1):
             with subject(model, flags) as server:
                 starts_s.append(server.start_s)
         with subject(model, flags) as server:
             starts_s.append(server.start_s)
-            pauses = asyncio.run(_pauses(server, setting.sizes.pauses))
+            pauses = asyncio.run(_pauses(server, setting.options.pauses))
             ended = server.end()
     every = [median(each.streams) for each in pauses]
     ratio = median(every) / median(starts_s)
@@ -161,8 +161,8 @@ def run_cost(setting: Setting) -> Found:
     """
     found: dict[str, list[float]] = defaultdict(list)
     arms = [("on", _ON), ("off", _OFF)]
-    pairs = min(_PAIRS, setting.sizes.blocks)
-    blocks = math.ceil(setting.sizes.blocks / pairs)
+    pairs = min(_PAIRS, setting.options.blocks)
+    blocks = math.ceil(setting.options.blocks / pairs)
     for pair in range(pairs):
         for name, values in _pair(setting, dict(arms if pair % 2 else arms[::-1]), blocks).items():
             found[name] += values
@@ -246,14 +246,14 @@ def run_soak(setting: Setting) -> Found:
 
 async def _soak(setting: Setting, server: Subject) -> tuple[list[Footprint], int, Tally]:
     """What the API process holds, shortly before each kill but the first."""
-    rng, series, sizes = random.Random(1), [], setting.sizes
-    ends = time.monotonic() + sizes.soak_s
+    rng, series, options = random.Random(1), [], setting.options
+    ends = time.monotonic() + 60 * options.minutes
     async with running_load(server, setting.requests, _FEW) as load:
         await asyncio.sleep(_SETTLE_S)
         while time.monotonic() < ends and server.alive:
             if engines := list(server.engines().values()):
                 load.kills += kill(rng.choice(engines))
-            await asyncio.sleep(sizes.every_s)
+            await asyncio.sleep(options.every_s)
             if await server.wait_healthy(AGAIN_S) is None:
                 break
             series.append(footprint(server.pid))

@@ -1,18 +1,20 @@
-"""What the sections of `ubatch bench faults` share: a checkpoint, requests, their right answers, who judges; and what
-was promised, with which they compare what they saw."""
+"""What the sections of `ubatch bench faults` share: options, requests, their right answers, who judges; and what was
+promised, with which they compare what they saw."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
+from serving.arguments.fields import Flag
 from serving.workbench.bench.faults.answers import Answer, Asked
 from serving.workbench.bench.faults.referee import Referee, Tally, Verdict
+from serving.workbench.bench.options import SERVER, Checkpoint, Dtype, ReportOptions
 from serving.workbench.bench.server.subject import Ended, Footprint, Subject, by_reason, subject
 
 EXPERT_PARALLEL = ("--data-parallel-size=2", "--enable-expert-parallel")
@@ -23,22 +25,34 @@ AGAIN_S = 120.0
 MOST_EXCUSED = 0.01
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much is done.
+SECTIONS = ("kill", "others", "poison", "limit", "pause", "cost", "soak", "nodes")
 
-    Attributes:
-        configurations: how many of the kills' configurations.
-        blocks: of `cost`, in all.
-        soak_s, every_s: seconds of `soak`, and between two of its kills.
-    """
 
-    kills: int
-    configurations: int
-    pauses: int
-    blocks: int
-    soak_s: float
-    every_s: float
+class Options(ReportOptions):
+    """What to disturb, and how often."""
+
+    unwritten = frozenset({"model"})
+    measures = (*SERVER, "serving/workbench/bench/faults")
+
+    model: Annotated[Checkpoint, Flag(positional=True)] = Field(
+        description="folder of a Hugging Face checkpoint; of up to 1,024 tokens, so that edges of draws are exact"
+    )
+    only: tuple[str, ...] = Field((), description=f"sections: {', '.join(SECTIONS)}; all if none")
+    kills: int = Field(10, ge=1, description="engines killed in each configuration")
+    streams: int = Field(64, ge=8, description="requests that run all the time")
+    output_len: int = Field(200, ge=16, description="their tokens")
+    pauses: int = Field(5, ge=1, description="kills whose pause is measured, and cold starts")
+    blocks: int = Field(40, ge=2, description="A B B A blocks of cost; 160 for figures to quote")
+    minutes: float = Field(2.0, gt=0, description="of soak")
+    every_s: float = Field(20.0, gt=0, description="seconds between two kills of soak")
+    timeout_s: float = Field(5.0, ge=2, description="the servers', where a rank hangs or a link is cut")
+    dtype: Dtype = Field("float32", description="in bfloat16 texts may differ; their rate is shown")
+    quick: bool = Field(False, description="the least of everything, to try the command")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of every server."""
+        return (f"--dtype={self.dtype}",)
 
 
 @dataclass(frozen=True)
@@ -46,26 +60,22 @@ class Setting:
     """What all sections get.
 
     Attributes:
-        flags: of every server.
         requests: more than run at a time, so that one with a near-tie does not come too often.
-        streams: how many run at a time.
-        timeout_s: the servers' `--timeout-s`, where a rank hangs or a link is cut.
-        exact: whether a difference is a fault: in float32.
     """
 
-    model: Path
-    flags: tuple[str, ...]
+    options: Options
     requests: Sequence[Asked]
     references: Sequence[Answer]
     referee: Referee
-    sizes: Sizes
-    streams: int
-    timeout_s: float
-    exact: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether a difference is a fault: in float32."""
+        return self.options.dtype == "float32"
 
     def server(self, *flags: str, **how: Any) -> AbstractContextManager[Subject]:
         """A server with the common flags and these; `how` as of `subject`."""
-        return subject(self.model, [*self.flags, *flags], **how)
+        return subject(self.options.model, [*self.options.flags, *flags], **how)
 
 
 @dataclass(frozen=True)

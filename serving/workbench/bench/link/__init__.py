@@ -7,7 +7,3 @@ network      the two hosts, the link that joins them (`tunnel.c` carries its pac
 deployment   the two servers, and what tells arms apart: their flags
 report       the loads, and one run of one; its times, ratios and equal answers, and their table
 """
-
-from serving.workbench.bench.link.command import Options, run
-
-__all__ = ["Options", "run"]

@@ -105,7 +105,10 @@ def run(options: Options) -> int:
     results: list[dict[str, Any]] = []
     with signals_end_it(), ExitStack() as stack:
         joined = stack.enter_context(network())
-        model = options.model or stack.enter_context(_random_model(options))
+        model = options.model
+        if model is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            model = make_served_model(Path(folder), RANDOM_MODELS[options.random]())
         stack.callback(options.write, {"links": results})
         stack.enter_context(joined.hosts[0].entered())
         joined.link.set(options.links[0])
@@ -140,12 +143,6 @@ def _check(options: Options) -> None:
 def _start(options: Options, joined: Network, model: Path, arm: Arm) -> AbstractContextManager[Deployment]:
     flags = [*arm.flags, *shlex.split(options.serve_flags)]
     return deployed(joined.hosts, model, flags, start_s=options.start_s, timeout_s=options.timeout_s)
-
-
-@contextmanager
-def _random_model(options: Options) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield make_served_model(Path(folder), RANDOM_MODELS[options.random]())
 
 
 @contextmanager

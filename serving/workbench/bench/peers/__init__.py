@@ -8,7 +8,3 @@ engine    the program that runs in an engine's interpreter: it loads a model, an
 process   starts that program and talks to it; ends an engine with all its processes; waits until engines are at rest
 results   times, ratios and equal tokens of a load, and their table
 """
-
-from serving.workbench.bench.peers.command import Options, run
-
-__all__ = ["Options", "run"]

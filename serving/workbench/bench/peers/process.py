@@ -126,7 +126,7 @@ class EngineProcess:
         except BrokenPipeError:
             raise EngineFailed(self._why_it_ended()) from None
         except json.JSONDecodeError as error:
-            self._give_up()
+            end_group(self._process)
             raise EngineFailed(f"not an answer of {_PROGRAM.name}: {error.doc[:200]!r}") from None
         self._busy = False
         if "error" in answer:
@@ -138,7 +138,7 @@ class EngineProcess:
         while b"\n" not in self._unread:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self._answers], [], [], left)[0]:
-                self._give_up()
+                end_group(self._process)
                 raise EngineFailed(f"no answer within {self._timeout_s:g} s (--timeout-s).{self._tail()}")
             chunk = os.read(self._answers.fileno(), 1 << 16)
             if not chunk:
@@ -147,11 +147,8 @@ class EngineProcess:
         line, _, self._unread = self._unread.partition(b"\n")
         return line.decode(errors="replace")
 
-    def _give_up(self) -> None:
-        end_group(self._process)
-
     def _why_it_ended(self) -> str:
-        self._give_up()
+        end_group(self._process)
         return f"the process ended with status {self._process.returncode}.{self._tail()}"
 
     def _tail(self) -> str:

@@ -187,9 +187,7 @@ def _tools(target: Target) -> list[Mapping[str, Any]]:
     functions: list[list[dict[str, Any]]] = [
         [{"name": f"f{number}", "description": "to be or not " * 8000} for number in range(70)],
         [{"name": f"f{number}"} for number in range(5000)],
-        [{"name": "f", "parameters": schema} for schema in (deep,)],
-        [{"name": "f", "parameters": schema} for schema in (wide,)],
-        [{"name": "f", "parameters": schema} for schema in (hostile,)],
+        *([{"name": "f", "parameters": schema}] for schema in (deep, wide, hostile)),
         [{"name": "f", "parameters": {"$ref": "#"}}, {"name": "f"}],
     ]
     said = {"model": target.server.model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
@@ -342,25 +340,20 @@ async def _profiles(target: Target) -> Answers:
 # -- loads
 
 
-async def _short_behind(target: Target, body: Mapping[str, Any]) -> Answers:
-    """Send a short request right after a large one; its waiting time is among the answers."""
-    large = asyncio.create_task(_post(target, msgspec.json.encode(body)))
-    await asyncio.sleep(0.3)
-    asked = time.perf_counter()
-    short = await _post(target, msgspec.json.encode(target.body(max_tokens=1)))
-    waited_s = time.perf_counter() - asked
-    return [*await large, *short, waited_s]
+def _short_behind(count: int, length: int) -> Callable[[Target], Awaitable[Answers]]:
+    """Send a short request right after a body with so many prompts of this length; its waiting time is among the
+    answers."""
 
+    async def run(target: Target) -> Answers:
+        prompts = [target.prompt(min(length, target.max_model_len - 16), seed) for seed in range(count)]
+        large = asyncio.create_task(_post(target, msgspec.json.encode(target.body(prompt=prompts, max_tokens=8))))
+        await asyncio.sleep(0.3)
+        asked = time.perf_counter()
+        short = await _post(target, msgspec.json.encode(target.body(max_tokens=1)))
+        waited_s = time.perf_counter() - asked
+        return [*await large, *short, waited_s]
 
-async def _many_prompts(target: Target) -> Answers:
-    prompts = [target.prompt(8, seed) for seed in range(1000)]
-    return await _short_behind(target, target.body(prompt=prompts, max_tokens=8))
-
-
-async def _many_long_prompts(target: Target) -> Answers:
-    length = min(1000, target.max_model_len - 16)
-    prompts = [target.prompt(length, seed) for seed in range(200)]
-    return await _short_behind(target, target.body(prompt=prompts, max_tokens=8))
+    return run
 
 
 async def _arrivals(target: Target) -> Answers:
@@ -405,8 +398,8 @@ ATTACKS: tuple[Attack, ...] = tuple(
         ("what is no HTTP", _garbage, {_WRONG, "404", "408", "431", "closed"}, {_WRONG}),
         ("more connections than there may be", _flood, {_OK, "503", "closed"}, {"503"}),
         ("paths that are off or none", _profiles, {"404", "405"}, {"404"}),
-        ("1,000 prompts in one body", _many_prompts, {_OK}, {_OK}),
-        ("200 prompts of 1,000 tokens in one body", _many_long_prompts, {_OK}, {_OK}),
+        ("1,000 prompts in one body", _short_behind(1000, 8), {_OK}, {_OK}),
+        ("200 prompts of 1,000 tokens in one body", _short_behind(200, 1000), {_OK}, {_OK}),
         ("prompts of 900 tokens arrive", _arrivals, {_OK}, {_OK}),
     )
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import shlex
 import tempfile
 from collections import Counter
@@ -77,25 +76,19 @@ def run(options: Options) -> int:
         ConfigError: no attack has that name, or the checkpoint cannot be poisoned.
         ServerFailed: the server did not start.
     """
+    from serving.api.http.connections import raise_file_limit
+
     attacks = [each for each in ATTACKS if not options.only or any(part in each.name for part in options.only)]
     if not attacks:
         names = "; ".join(each.name for each in ATTACKS)
         raise ConfigError(f"--only {' '.join(options.only)} names no attack. There are: {names}.")
-    _open_files()
+    raise_file_limit()  # a thousand streams need as many sockets in this process, too
     with tempfile.TemporaryDirectory(prefix="ubatch-abuse-") as folder:
         poisoned = poisoned_copy(options.model, Path(folder))
         flags = [*FLAGS, f"--timeout-s={options.timeout_s}", *shlex.split(options.serve_flags)]
         print(f"ubatch serve {options.model} {' '.join(flags)}")
         with subject(Path(folder), flags) as attacked:
             return asyncio.run(_Abuse(options, attacked, poisoned).run(attacks))
-
-
-def _open_files() -> None:
-    """Raise the limit of open files: a thousand streams need as many sockets in this process, too."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65535 if hard == resource.RLIM_INFINITY else min(hard, 65535)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Abuse:
