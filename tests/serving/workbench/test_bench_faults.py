@@ -33,7 +33,7 @@ from serving.workbench.bench.faults.setting import (
     faults_of_series,
     trend,
 )
-from serving.workbench.bench.server.subject import Ended, Footprint
+from serving.workbench.bench.server.process import Ended, Footprint
 
 TOKENS = [5, 6, 7, 8]
 

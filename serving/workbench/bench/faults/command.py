@@ -15,7 +15,7 @@ from serving.workbench.bench.faults.referee import FLAGS, Referee
 from serving.workbench.bench.faults.setting import SECTIONS, Found, Options, Setting
 from serving.workbench.bench.link.command import signals_end_it
 from serving.workbench.bench.server.load import token_pool
-from serving.workbench.bench.server.subject import subject
+from serving.workbench.bench.server.process import subject
 from ubatch import ConfigError
 
 _RUNS = dict(

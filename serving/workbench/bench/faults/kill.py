@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from serving.workbench.bench.faults.load import NotHealthy, kill_engines, running_load
 from serving.workbench.bench.faults.referee import Tally, Verdict
 from serving.workbench.bench.faults.setting import (
     AGAIN_S,
@@ -17,14 +16,17 @@ from serving.workbench.bench.faults.setting import (
     LANES,
     UNLIMITED,
     Found,
+    NotHealthy,
     Setting,
     faults_of_answers,
     faults_of_end,
     faults_of_restarts,
+    kill_engines,
+    running_load,
 )
 from serving.workbench.bench.server.load import read_metrics
+from serving.workbench.bench.server.process import Ended, Subject, by_reason
 from serving.workbench.bench.server.requests import Server
-from serving.workbench.bench.server.subject import Ended, Subject, by_reason
 from serving.workbench.bench.statistics import table
 
 _LOOK_S = 0.2

@@ -19,19 +19,30 @@ from dataclasses import dataclass, field
 
 from serving.ranks import free_port
 from serving.workbench.bench.faults.answers import Answer, Asked
-from serving.workbench.bench.faults.load import Load, kill, running_load
 from serving.workbench.bench.faults.setting import (
     AGAIN_S,
     EXPERT_PARALLEL,
     UNLIMITED,
     Found,
+    Load,
     Setting,
     faults_of_answers,
     faults_of_end,
+    kill,
+    running_load,
 )
 from serving.workbench.bench.link.network import INTERFACE, Network, network
-from serving.workbench.bench.server.process import UBATCH, ServerProcess, end_group, started_server
-from serving.workbench.bench.server.subject import Subject, by_reason, pids_of, runs, subject
+from serving.workbench.bench.server.process import (
+    UBATCH,
+    ServerProcess,
+    Subject,
+    by_reason,
+    end_group,
+    pids_of,
+    runs,
+    started_server,
+    subject,
+)
 from serving.workbench.bench.statistics import table
 from ubatch import ConfigError
 
@@ -109,12 +120,7 @@ def run_nodes(setting: Setting) -> Found:
     print(
         f"  cut for ever: both ended after {ended_s:.1f} s" if ended_s else "  cut for ever: not both ended", flush=True
     )
-    figures = {
-        "healed": healed,
-        "answers": tally,
-        "ended_s": ended_s,
-        "said": said,
-    }
+    figures = {"healed": healed, "answers": tally, "ended_s": ended_s, "said": said}
     return Found(figures, [f"nodes: {each}" for each in faults])
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from serving.workbench.bench.faults.answers import Answer, Asked, ask_all
 from serving.workbench.bench.faults.faulty import FOLDER, PROGRAM
-from serving.workbench.bench.faults.load import NotHealthy, kill, kill_engines, running_load
 from serving.workbench.bench.faults.referee import Tally, Verdict
 from serving.workbench.bench.faults.setting import (
     AGAIN_S,
@@ -25,12 +24,16 @@ from serving.workbench.bench.faults.setting import (
     LANES,
     UNLIMITED,
     Found,
+    NotHealthy,
     Setting,
     faults_of_answers,
     faults_of_end,
     faults_of_restarts,
+    kill,
+    kill_engines,
+    running_load,
 )
-from serving.workbench.bench.server.subject import Ended, Subject, by_reason
+from serving.workbench.bench.server.process import Ended, Subject, by_reason
 from serving.workbench.bench.statistics import table
 from ubatch import UBatchError
 

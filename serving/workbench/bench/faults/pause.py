@@ -24,23 +24,25 @@ from statistics import median
 from serving.engine.kept import SharedMemory
 from serving.engine.step_record import StepRecord
 from serving.workbench.bench.faults.answers import Asked
-from serving.workbench.bench.faults.load import Load, kill, running_load
 from serving.workbench.bench.faults.referee import Tally
 from serving.workbench.bench.faults.setting import (
     AGAIN_S,
     EXPERT_PARALLEL,
     UNLIMITED,
     Found,
+    Load,
     Setting,
     faults_of_answers,
     faults_of_end,
     faults_of_series,
+    kill,
+    running_load,
     trend,
 )
 from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.server.offline import make_served_model
+from serving.workbench.bench.server.process import Footprint, Subject, cpu_seconds, footprint, subject, wait_for_rest
 from serving.workbench.bench.server.requests import GREEDY, greedy_tasks, send_and_check
-from serving.workbench.bench.server.subject import Footprint, Subject, cpu_seconds, footprint, subject, wait_for_rest
 from serving.workbench.bench.statistics import bootstrap, interleave_arms, on_cores, paired, split_cores, table
 from ubatch import UBatchError
 
@@ -81,19 +83,15 @@ def run_pause(setting: Setting) -> Found:
             starts_s.append(server.start_s)
             pauses = asyncio.run(_pauses(server, setting.options.pauses))
             ended = server.end()
-    every = [median(each.streams) for each in pauses]
+    every, last = ([of(each.streams) for each in pauses] for of in (median, max))
     ratio = median(every) / median(starts_s)
     print(f"  start to healthy     {bootstrap(starts_s):.2f} s, {len(starts_s)} starts")
     print(f"  noticed after        {bootstrap([each.noticed for each in pauses]):.2f} s, {len(pauses)} kills")
-    print(f"  then to the next token {bootstrap(every):.2f} s; the last stream's {median(map(_last, pauses)):.2f} s")
+    print(f"  then to the next token {bootstrap(every):.2f} s; the last stream's {median(last):.2f} s")
     print(f"  of a start           {ratio:.2f}", flush=True)
     faults = [f"a stream stands still for {ratio:.2f} of a start"] if ratio > _MOST_PAUSE else []
     figures = {"starts_s": starts_s, "pauses": pauses, "ratio": ratio}
     return Found(figures, [f"pause: {each}" for each in [*faults, *faults_of_end(ended)]])
-
-
-def _last(pause: Pause) -> float:
-    return max(pause.streams)
 
 
 async def _pauses(server: Subject, count: int) -> list[Pause]:

@@ -15,9 +15,16 @@ from typing import Any, Self
 from serving.ranks import free_port
 from serving.workbench.bench.link.network import INTERFACE, Host
 from serving.workbench.bench.server.load import served_model
-from serving.workbench.bench.server.process import UBATCH, ServerFailed, ServerProcess, running_server, started_server
+from serving.workbench.bench.server.process import (
+    UBATCH,
+    ServerFailed,
+    ServerProcess,
+    cpu_seconds,
+    running_server,
+    started_server,
+    wait_for_rest,
+)
 from serving.workbench.bench.server.requests import Server
-from serving.workbench.bench.server.subject import cpu_seconds, wait_for_rest
 from ubatch import ConfigError, nearest
 
 _COMMON = ("--data-parallel-size=2", "--enable-expert-parallel", "--dtype=float32", "--no-enable-prefix-caching")

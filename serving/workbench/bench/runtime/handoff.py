@@ -12,7 +12,7 @@ import threading
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -104,16 +104,13 @@ def _call_ns(blocks: int) -> dict[str, Interval]:
 
 
 def _measure(handoffs: int, blocks: int, label: str) -> dict[str, list[float]]:
-    pool = LanePool(2, torch.device("cpu"), timeout_s=60.0)
-    arms: dict[str, Callable[[], float]] = {"dbo_yield": lambda: _lanes_us(pool, handoffs)}
-    if hasattr(os, "eventfd"):
-        arms["eventfd"] = lambda: _ring_us(EventFdWakeUp, handoffs)
-    arms["lock"] = lambda: _ring_us(LockWakeUp, handoffs)
-    arms["event"] = lambda: _ring_us(_EventWakeUp, handoffs)
-    try:
+    with closing(LanePool(2, torch.device("cpu"), timeout_s=60.0)) as pool:
+        arms: dict[str, Callable[[], float]] = {"dbo_yield": lambda: _lanes_us(pool, handoffs)}
+        if hasattr(os, "eventfd"):
+            arms["eventfd"] = lambda: _ring_us(EventFdWakeUp, handoffs)
+        arms["lock"] = lambda: _ring_us(LockWakeUp, handoffs)
+        arms["event"] = lambda: _ring_us(_EventWakeUp, handoffs)
         return interleave_arms(arms, blocks, label=label)
-    finally:
-        pool.close()
 
 
 def _lanes_us(pool: LanePool, handoffs: int) -> float:

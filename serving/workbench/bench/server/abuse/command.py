@@ -33,7 +33,7 @@ from serving.workbench.bench.server.abuse.rounds import (
 )
 from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references
 from serving.workbench.bench.server.load import read_steps, served_model, token_pool
-from serving.workbench.bench.server.subject import Subject, resident_bytes, subject
+from serving.workbench.bench.server.process import Subject, resident_bytes, subject
 from serving.workbench.bench.statistics import table
 from ubatch import ConfigError
 

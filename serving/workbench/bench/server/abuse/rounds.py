@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from serving.workbench.bench.server.abuse.watch import Seen, ask_references
 from serving.workbench.bench.server.load import Load, make_tasks, read_metrics
+from serving.workbench.bench.server.process import Subject, resident_bytes
 from serving.workbench.bench.server.requests import GREEDY, RequestFailed, Server, Status, send_all
-from serving.workbench.bench.server.subject import Subject, resident_bytes
 
 _REST_S = 60.0
 _AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
