@@ -41,15 +41,8 @@ ENGINE = ("ubatch", "moe", "attention", *(f"model_runner/{part}" for part in _PA
 """What runs a step."""
 DECIDING = (*ENGINE, "model_runner/auto")
 """The same with what decides how it runs, where no threshold is given."""
-SERVER = (
-    *DECIDING,
-    "serving/api",
-    "serving/engine",
-    "serving/scheduler",
-    "serving/text",
-    "serving/llm.py",
-    "serving/offline",
-)
+_SERVING = ("api", "engine", "scheduler", "text", "llm.py", "offline")
+SERVER = (*DECIDING, *(f"serving/{part}" for part in _SERVING))
 
 
 # Where code, too, makes the options, `default=` names a default: only so do type checkers know that there is one.

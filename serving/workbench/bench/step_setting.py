@@ -315,13 +315,14 @@ class SplitCompute:
     The link delivers at once, and records how long it would have been busy; see `serving.workbench.arms.programs`.
 
     Args:
-        names: of its three figures: milliseconds of the step, of the CPU ("split compute"), and of the busy link.
+        name: behind the names of its three figures: milliseconds of the step (`split`), of the CPU (`split_compute`),
+            and of the busy link (`communication`).
     """
 
-    def __init__(self, setting: Setting, schedule: Schedule, names: tuple[str, str, str]) -> None:
+    def __init__(self, setting: Setting, schedule: Schedule, name: str = "") -> None:
         self._setting = setting
         self._schedule = schedule.one_by_one()
-        self._names = names
+        self._names = [f"{figure}{name}" for figure in ("split", "split_compute", "communication")]
         self._around_ms: list[float] = []
         self._programs: list[Programs] = []
 

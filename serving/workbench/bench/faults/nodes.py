@@ -111,15 +111,11 @@ def run_nodes(setting: Setting) -> Found:
         return Found({"skipped": str(error)})
     tally = asyncio.run(setting.referee.tally(cases))
     faults = [*faults, *faults_of_answers(tally, exact=setting.exact), *more]
-    print(
-        table(
-            {"": "", "healthy again, s": ".1f", "restarts": ""}, [(e.name, e.again_s, str(e.restarts)) for e in healed]
-        )
-    )
+    rows = [(each.name, each.again_s, str(each.restarts)) for each in healed]
+    print(table({"": "", "healthy again, s": ".1f", "restarts": ""}, rows))
     print("  " + ", ".join(f"{count} {name}" for name, count in tally.counts.items()))
-    print(
-        f"  cut for ever: both ended after {ended_s:.1f} s" if ended_s else "  cut for ever: not both ended", flush=True
-    )
+    both = f"both ended after {ended_s:.1f} s" if ended_s else "not both ended"
+    print(f"  cut for ever: {both}", flush=True)
     figures = {"healed": healed, "answers": tally, "ended_s": ended_s, "said": said}
     return Found(figures, [f"nodes: {each}" for each in faults])
 

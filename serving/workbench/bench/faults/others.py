@@ -80,11 +80,8 @@ def run_others(setting: Setting) -> Found:
         done, tally, restarts = asyncio.run(_disturb(setting, subject, Path(folder)))
         ended = subject.end()
     faults = [fault for each in done for fault in each.faults(setting.options.timeout_s)]
-    found = [
-        *faults_of_answers(tally, exact=setting.exact),
-        *faults_of_restarts(restarts, 10 * len(done)),
-        *faults_of_end(ended),
-    ]
+    found = faults_of_answers(tally, exact=setting.exact) + faults_of_restarts(restarts, 10 * len(done))
+    found += faults_of_end(ended)
     faults += [f"others: {each}" for each in found]
     _print_disturbed(done, tally)
     return Found({"faults": done, "answers": tally, "ended": ended}, faults)

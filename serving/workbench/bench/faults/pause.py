@@ -172,15 +172,11 @@ def run_cost(setting: Setting) -> Found:
         print(f"  {name:4} {bootstrap([tokens / each for each in found[name]]):.0f} tokens/s")
     print(f"  throughput, on over off                {ratio:.3f}, {len(found['on'])} blocks")
     print(f"  the server's processor time, likewise  {processor:.3f}")
-    print(
-        f"  a step's record, alone                 {1e6 * record_s:.1f} us, {record_s / step_s:.2%} of a step",
-        flush=True,
-    )
-    faults = (
-        [f"cost: throughput with restarts is {ratio:.3f} of that without"] if ratio.median < _LEAST_THROUGHPUT else []
-    )
+    record = f"{1e6 * record_s:.1f} us, {record_s / step_s:.2%} of a step"
+    print(f"  a step's record, alone                 {record}", flush=True)
+    fault = f"cost: throughput with restarts is {ratio:.3f} of that without"
     figures = {"seconds": found, "ratio": ratio, "processor": processor, "record_s": record_s, "step_s": step_s}
-    return Found(figures, faults)
+    return Found(figures, [fault] if ratio.median < _LEAST_THROUGHPUT else [])
 
 
 def _pair(setting: Setting, flags: Mapping[str, str], blocks: int) -> Mapping[str, list[float]]:

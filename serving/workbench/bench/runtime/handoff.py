@@ -12,6 +12,7 @@ import threading
 import time
 import timeit
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 
@@ -140,12 +141,9 @@ def _ring_us(kind: Callable[[], EventFdWakeUp | LockWakeUp | _EventWakeUp], hand
         times.append(time.perf_counter() - start)
         wakes[1 - own].set()
 
-    threads = [threading.Thread(target=lane, args=(own,)) for own in range(2)]
-    for thread in threads:
-        thread.start()
-    wakes[0].set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.map(lane, range(2))
+        wakes[0].set()
     return times[0] / handoffs * 1e6
 
 
@@ -158,10 +156,9 @@ def _busy_thread() -> Iterator[None]:
         while not stop.is_set():
             count += 1
 
-    thread = threading.Thread(target=spin, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(spin)
+        try:
+            yield
+        finally:
+            stop.set()

@@ -133,17 +133,11 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     bandwidth = calibrate(setting, lanes[0], ratio)
     setting.check_equal([form for n in lanes for form in (setting.schedule(n), setting.schedule(n).one_by_one())])
 
-    split = {
-        n: SplitCompute(setting, setting.schedule(n), (f"split_{n}", f"split_compute_{n}", f"communication_{n}"))
-        for n in lanes
-    }
+    split = {n: SplitCompute(setting, setting.schedule(n), f"_{n}") for n in lanes}
 
     def compute_unsplit() -> float:
-        latency, link.latency_s, link.bytes_per_s = link.latency_s, 0.0, float("inf")
-        try:
+        with link.at_once():
             return setting.timed(SERIAL)
-        finally:
-            link.latency_s, link.bytes_per_s = latency, bandwidth
 
     arms: dict[str, Arm] = {
         "compute_unsplit": compute_unsplit,

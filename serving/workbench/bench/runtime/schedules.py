@@ -119,7 +119,7 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     works = {work_of(setting, schedule): None for schedule in schedules.values()}
     setting.check_equal([*schedules.values(), *works])
 
-    split = {work: _split(setting, work) for work in works}
+    split = {work: SplitCompute(setting, work, f" {describe_work(work)}") for work in works}
     arms: dict[str, Arm] = {"serial_unsplit": functools.partial(setting.timed, SERIAL)}
     arms |= {
         f"one_by_one {describe_work(work)}": functools.partial(setting.timed, work)
@@ -152,11 +152,6 @@ def work_of(setting: StepSetting, schedule: Schedule) -> Schedule:
     """The schedule's lanes one by one; without a shared expert, schedules that differ in its place become equal."""
     work = schedule.one_by_one()
     return work if setting.has_shared_experts else replace(work, shared_expert=SERIAL.shared_expert)
-
-
-def _split(setting: StepSetting, work: Schedule) -> SplitCompute:
-    what = describe_work(work)
-    return SplitCompute(setting, work, (f"split {what}", f"split_compute {what}", f"communication {what}"))
 
 
 def describe_work(work: Schedule) -> str:
@@ -198,7 +193,7 @@ def _search(setting: StepSetting, options: Options) -> list[Schedule]:
 
 def _steps(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Programs]]]:
     """Every rank's programs of steps of each work; the steps are interleaved, so that drift affects all alike."""
-    arms = {work: _split(setting, work) for work in works}
+    arms = {work: SplitCompute(setting, work, f" {describe_work(work)}") for work in works}
     for _ in range(_STAGE_STEPS):
         for arm in arms.values():
             arm()
