@@ -97,15 +97,15 @@ def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
         return found[f"{name} {lanes}"]
 
     alone = fastest(found, ("with serial", "without dbo"))
-    return GainResult(
-        models.link.bytes_per_s,
-        {name: models.balancedness(name) for name in models.settings},
-        {lanes: paired(of("without", lanes), of("with", lanes)) for lanes in _LANES},
-        {lanes: paired(of("without", lanes), of("perfect", lanes)) for lanes in _LANES},
-        {lanes: share_of_possible(*(of(name, lanes) for name in ("without", "with", "perfect"))) for lanes in _LANES},
-        paired(found[alone], of("with", "dbo")),
-        found,
+    balancedness = {name: models.balancedness(name) for name in models.settings}
+    gain, possible = (
+        {lanes: paired(of("without", lanes), of(name, lanes)) for lanes in _LANES} for name in ("with", "perfect")
     )
+    shares = {
+        lanes: share_of_possible(*(of(name, lanes) for name in ("without", "with", "perfect"))) for lanes in _LANES
+    }
+    both = paired(found[alone], of("with", "dbo"))
+    return GainResult(models.link.bytes_per_s, balancedness, gain, possible, shares, both, found)
 
 
 def _side_by_side(steps: Mapping[str, Callable[[], float]], turns: int) -> Arm:
@@ -194,8 +194,6 @@ def measure_counting(models: SkewedModels, blocks: int) -> CountingResult:
         arms |= {"prefill": partial(setting.timed, SERIAL), "decode": partial(decode.timed, SERIAL)}
         found = interleave_on_ranks(arms, blocks, "counting")
         decode.close()
-    return CountingResult(
-        {kind: bootstrap([ms * 1e3 for ms in found[f"{kind} counting"]]) for kind in sizes},
-        {kind: paired(found[f"{kind} counting"], found[kind]) for kind in sizes},
-        found,
-    )
+    counting_us = {kind: bootstrap([ms * 1e3 for ms in found[f"{kind} counting"]]) for kind in sizes}
+    share = {kind: paired(found[f"{kind} counting"], found[kind]) for kind in sizes}
+    return CountingResult(counting_us, share, found)

@@ -227,9 +227,8 @@ def _print_poisoned(done: list[Poisoned]) -> None:
     for each in done:
         restarts = ", ".join(f"{count} {name}" for name, count in each.restarts.items() if count) or "-"
         equal = str(each.others.counts[Verdict.EQUAL])
-        rows.append(
-            (each.name, each.seconds, restarts, each.code or str(each.error)[:60], str(each.others.requests), equal)
-        )
+        end = each.code or str(each.error)[:60]
+        rows.append((each.name, each.seconds, restarts, end, str(each.others.requests), equal))
     print(table(head, rows), flush=True)
 
 

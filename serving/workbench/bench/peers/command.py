@@ -386,11 +386,8 @@ def measure_load(
 def same_tokens(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> Same:
     pairs = list(zip(ours, theirs, strict=True))
     equal = sum(len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))) for a, b in pairs)
-    return Same(
-        requests=sum(list(a) == list(b) for a, b in pairs),
-        of=len(pairs),
-        before_difference=equal / max(1, sum(max(len(a), len(b)) for a, b in pairs)),
-    )
+    before_difference = equal / max(1, sum(max(len(a), len(b)) for a, b in pairs))
+    return Same(sum(list(a) == list(b) for a, b in pairs), len(pairs), before_difference)
 
 
 def _best(ms: Mapping[Arm, Sequence[float]]) -> dict[str, Best]:

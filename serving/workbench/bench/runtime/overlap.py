@@ -30,9 +30,9 @@ bound. The ideal machine's time is a prediction, and no bound.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -139,14 +139,11 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
         with link.at_once():
             return setting.timed(SERIAL)
 
-    arms: dict[str, Arm] = {
-        "compute_unsplit": compute_unsplit,
-        "serial_unsplit": functools.partial(setting.timed, SERIAL),
-    }
+    arms: dict[str, Arm] = {"compute_unsplit": compute_unsplit, "serial_unsplit": partial(setting.timed, SERIAL)}
     for n in lanes:
-        arms[f"serial_{n}"] = functools.partial(setting.timed, setting.schedule(n).one_by_one())
+        arms[f"serial_{n}"] = partial(setting.timed, setting.schedule(n).one_by_one())
         arms[f"split_{n}"] = split[n]
-        arms[f"overlapped_{n}"] = functools.partial(_overlapped, setting, n)
+        arms[f"overlapped_{n}"] = partial(_overlapped, setting, n)
     slowest = interleave_on_ranks(arms, blocks, f"communication {ratio:g}x compute")
     steps = {n: split[n].steps() for n in lanes}
     for n in lanes:

@@ -17,9 +17,9 @@ Per schedule, besides `speedup` over the best serial arm, and `efficiency`, max(
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from pydantic import Field
 
 from model_runner.parallel import most_chunks
 from serving.ranks import run_ranks
-from serving.workbench.arms.programs import Programs, predict_step
+from serving.workbench.arms.programs import predict_step
 from serving.workbench.arms.stages import HANDOFF_S, best_schedules, nameless
 from serving.workbench.arms.steps import ArmSteps
 from serving.workbench.bench.statistics import (
@@ -120,38 +120,34 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     setting.check_equal([*schedules.values(), *works])
 
     split = {work: SplitCompute(setting, work, f" {describe_work(work)}") for work in works}
-    arms: dict[str, Arm] = {"serial_unsplit": functools.partial(setting.timed, SERIAL)}
+    arms: dict[str, Arm] = {"serial_unsplit": partial(setting.timed, SERIAL)}
     arms |= {
-        f"one_by_one {describe_work(work)}": functools.partial(setting.timed, work)
+        f"one_by_one {describe_work(work)}": partial(setting.timed, work)
         for work in works
         if work.chunks == 1 and not work.signalled  # serial arms hide nothing; chunks and signals overlap within a lane
     }
     arms |= {f"split {describe_work(work)}": arm for work, arm in split.items()}
-    arms |= {name: functools.partial(setting.timed, schedule) for name, schedule in schedules.items()}
+    arms |= {name: partial(setting.timed, schedule) for name, schedule in schedules.items()}
     walls = interleave_on_ranks(arms, options.blocks, "schedules")
     steps = {work: arm.steps() for work, arm in split.items()}
     around_ms = {work: arm.around_ms() for work, arm in split.items()}
-    predictions = {}
+    results = {}
     for name, each in schedules.items():
         work = work_of(setting, each)
-        predictions[name] = predict_step(steps[work], each, HANDOFF_S) * 1e3 + around_ms[work]
-    results = {
-        name: _result(name, schedule, walls, describe_work(work_of(setting, schedule)), predictions[name])
-        for name, schedule in schedules.items()
-    }
-    return SchedulesResult(
-        bandwidth,
-        setting.link.latency_s,
-        walls,
-        [results[name] for name in named],
-        [results[name] for name in searched],
-    )
+        predicted_ms = predict_step(steps[work], each, HANDOFF_S) * 1e3 + around_ms[work]
+        results[name] = _result(name, each, walls, describe_work(work), predicted_ms)
+    of_named, of_searched = ([results[name] for name in names] for names in (named, searched))
+    return SchedulesResult(bandwidth, setting.link.latency_s, walls, of_named, of_searched)
 
 
 def work_of(setting: StepSetting, schedule: Schedule) -> Schedule:
-    """The schedule's lanes one by one; without a shared expert, schedules that differ in its place become equal."""
-    work = schedule.one_by_one()
-    return work if setting.has_shared_experts else replace(work, shared_expert=SERIAL.shared_expert)
+    """The schedule's lanes one by one."""
+    return _without_place(setting, schedule.one_by_one())
+
+
+def _without_place(setting: StepSetting, schedule: Schedule) -> Schedule:
+    """Without a shared expert, schedules that differ in its place become equal."""
+    return schedule if setting.has_shared_experts else replace(schedule, shared_expert=SERIAL.shared_expert)
 
 
 def describe_work(work: Schedule) -> str:
@@ -169,10 +165,7 @@ def _named(setting: StepSetting) -> list[Schedule]:
     found: dict[Schedule, Schedule] = {}
     for schedule in SCHEDULES.values():
         if schedule != SERIAL and schedule.chunks <= most and (in_blocks or not schedule.signalled):
-            same = schedule
-            if not setting.has_shared_experts:
-                same = replace(schedule, shared_expert=SERIAL.shared_expert)
-            found.setdefault(nameless(same), schedule)
+            found.setdefault(nameless(_without_place(setting, schedule)), schedule)
     return list(found.values())
 
 
@@ -186,18 +179,14 @@ def _search(setting: StepSetting, options: Options) -> list[Schedule]:
     with ArmSteps(setting.runner, setting.link) as arms:
         found = arms.search(setting.batch, lambda model: best_schedules(model, "prefill", [], **limits))
     pool = [arm.schedule for arm in found]
-    steps = _steps(setting, {work_of(setting, schedule): None for schedule in pool})
+    works = {work_of(setting, schedule): None for schedule in pool}
+    splits = {work: SplitCompute(setting, work) for work in works}
+    for _ in range(_STAGE_STEPS):  # interleaved, so that drift affects all alike
+        for split in splits.values():
+            split()
+    steps = {work: split.steps() for work, split in splits.items()}
     seconds = {each: predict_step(steps[work_of(setting, each)], each, HANDOFF_S) for each in pool}
     return sorted(pool, key=lambda each: seconds[each])[: options.top]
-
-
-def _steps(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Programs]]]:
-    """Every rank's programs of steps of each work; the steps are interleaved, so that drift affects all alike."""
-    arms = {work: SplitCompute(setting, work, f" {describe_work(work)}") for work in works}
-    for _ in range(_STAGE_STEPS):
-        for arm in arms.values():
-            arm()
-    return {work: arm.steps() for work, arm in arms.items()}
 
 
 # -- results --------------------------------------------------------------------------------------------------------

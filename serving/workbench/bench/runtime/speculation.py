@@ -249,13 +249,8 @@ def _accept(
     after, drafts = core.statistics(), sum((each.drafts for each in done), DraftCounts())
     earlier = (*before.accepted_per_position, *[0] * len(after.accepted_per_position))
     right = [count - known for count, known in zip(after.accepted_per_position, earlier, strict=False)]
-    return Acceptance(
-        True,
-        drafts.verified,
-        drafts.drafted,
-        drafts.mean_accepted_length,
-        [count / max(1, drafts.verified) for count in right],
-    )
+    shares = [count / max(1, drafts.verified) for count in right]
+    return Acceptance(True, drafts.verified, drafts.drafted, drafts.mean_accepted_length, shares)
 
 
 # -- the overlapped ranks ----------------------------------------------------------------------------------------------
@@ -308,8 +303,6 @@ def take_census(
         "enable_dbo": True,
         "dbo_decode_token_threshold": threshold,
         "dbo_prefill_token_threshold": 128,
-    }
-    asked: dict[str, Any] = {
         "speculative_algorithm": speculation.algorithm.value,
         "speculative_draft_model_path": speculation.draft_model_path,
         "speculative_num_steps": speculation.num_steps,
@@ -317,7 +310,7 @@ def take_census(
     many = [prompts[index % len(prompts)] for index in range(_RANKS * _PROMPTS_PER_RANK)]
     with LLM(model, **options) as llm:
         wanted = [each.token_ids for each in completions(llm, many, output_len)]
-    with LLM(model, **options, **overlap, **asked) as llm:
+    with LLM(model, **options, **overlap) as llm:
         tokens = [each.token_ids for each in completions(llm, many, output_len)]
         steps = [dict(each.steps) for each in llm.statistics.values()]
     if tokens != wanted:

@@ -110,16 +110,8 @@ class _Abuse:
         self._faults += faults_of_memory(peak, overlapped)
         done = await self._rounds()
         hung = await self._hang() if options.hang else None
-        options.write(
-            {
-                "windows": rows,
-                "gap_p99_ratio": stretch(rows),
-                "peak_resident_bytes": peak,
-                "rounds": done,
-                "hang": hung,
-                "faults": self._faults,
-            }
-        )
+        figures = {"windows": rows, "gap_p99_ratio": stretch(rows), "peak_resident_bytes": peak, "rounds": done}
+        options.write(figures | {"hang": hung, "faults": self._faults})
         print("\n".join(f"FAULT: {fault}" for fault in self._faults) or "every promise was kept")
         return 1 if self._faults else 0
 
