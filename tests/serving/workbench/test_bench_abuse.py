@@ -95,7 +95,6 @@ def test_streams_are_watched_window_by_window() -> None:
         assert seen.ended > 2
         assert 0 < seen.wrong < seen.ended  # the second reference is never met
         assert not seen.failed
-        assert seen.gap_median_s is not None
         assert 0.01 <= seen.gap_median_s < 0.2
         assert window.unhealthy == ["404"] * len(window.health_s)  # the stand-in has no `/health`
 
@@ -141,10 +140,8 @@ def test_attacks_are_named_once_and_fit_the_table() -> None:
     names = [attack.name for attack in ATTACKS]
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= 46
-    assert {status for attack in ATTACKS for status in attack.answers if status >= "500" and status.isdecimal()} == {
-        "500",
-        "503",
-    }
+    statuses = {status for attack in ATTACKS for status in attack.answers if status.isdecimal()}
+    assert {status for status in statuses if status >= "500"} == {"500", "503"}
 
 
 def test_prompts_avoid_the_poisoned_token() -> None:
