@@ -159,12 +159,8 @@ def _check(options: Options) -> None:
 
 def _measure_offline(options: Options, report: _Report) -> None:
     loads = options.offline_loads()
-    settings = {
-        "model": str(options.model),
-        "threads": num_cores(),
-        "max_model_len": _longest(loads.values()),
-        "max_num_seqs": max((load.prompts for load in loads.values()), default=0),
-    }
+    settings = {"model": str(options.model), "threads": num_cores(), "max_model_len": _longest(loads.values())}
+    settings["max_num_seqs"] = max((load.prompts for load in loads.values()), default=0)
     engines: dict[Arm, EngineProcess] = {}
     with ExitStack() as stack:
         for arm in options.arms() if loads else []:

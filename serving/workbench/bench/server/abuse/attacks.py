@@ -199,6 +199,10 @@ def _long_texts(target: Target) -> list[Mapping[str, Any]]:
     return [target.body(prompt="to be or not " * count) for count in (10_000, 100_000, 600_000)]
 
 
+def _many_outputs(target: Target) -> list[Mapping[str, Any]]:
+    return [target.body(prompt=[target.prompt(4)] * 5000, n=10)]
+
+
 def _tokenize(target: Target) -> list[Mapping[str, Any]]:
     return [{"prompt": "to be or not " * 400_000}, {"prompt": "x" * 5 * _MILLION}]
 
@@ -378,12 +382,7 @@ ATTACKS: tuple[Attack, ...] = tuple(
         ("bodies of 100 MB", _large, {_TOO_LARGE, "closed"}, {_TOO_LARGE}),
         ("prompts of 0.1, 1.3 and 7.8 MB", _bodies(_long_texts), {_WRONG}, {_WRONG}),
         ("5 MB to tokenize", _bodies(_tokenize, "/tokenize"), {_OK, _WRONG}, ()),
-        (
-            "5,000 prompts x 10 outputs",
-            _bodies(lambda target: [target.body(prompt=[target.prompt(4)] * 5000, n=10)]),
-            {_WRONG},
-            {_WRONG},
-        ),
+        ("5,000 prompts x 10 outputs", _bodies(_many_outputs), {_WRONG}, {_WRONG}),
         ("300,000 biases, a million stop ids", _bodies(_biases), {_WRONG}, {_WRONG}),
         ("as many biases as allowed", _bodies(_most_biases), {_OK}, {_OK}),
         ("bodies that are broken or wrong", _bodies(_broken), {_WRONG}, {_WRONG}),
