@@ -18,8 +18,7 @@ from repository import TINY_MOE
 from safetensors.torch import load_file
 
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Target
-from serving.workbench.bench.server.abuse.command import Options, poisoned_copy, run
-from serving.workbench.bench.server.abuse.rounds import (
+from serving.workbench.bench.server.abuse.checks import (
     Hang,
     Round,
     Row,
@@ -29,6 +28,7 @@ from serving.workbench.bench.server.abuse.rounds import (
     faults_of_windows,
     rest,
 )
+from serving.workbench.bench.server.abuse.command import Options, poisoned_copy, run
 from serving.workbench.bench.server.abuse.watch import Reference, Seen, Watch
 from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, Task, send
 from ubatch import ConfigError

@@ -26,19 +26,9 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
+from serving.workbench.bench.link import report
 from serving.workbench.bench.link.deployment import ARMS, Arm, Deployment, Servers, deployed
 from serving.workbench.bench.link.network import Network, Probe, Speed, network, probe
-from serving.workbench.bench.link.report import (
-    LOADS,
-    Load,
-    Run,
-    figures_by_arm,
-    pooled,
-    print_load,
-    print_pooled,
-    send_load,
-    warm_up,
-)
 from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import Server
@@ -55,7 +45,7 @@ def _read(kind: Any) -> Any:
 _Text = PlainSerializer(str, when_used="json")
 _Links = tuple[Annotated[Speed, _read(Speed), _Text], ...]
 _Arms = tuple[Annotated[Arm, _read(Arm), _Text], ...]
-_Loads = tuple[Annotated[Load, _read(Load), _Text], ...]
+_Loads = tuple[Annotated[report.Load, _read(report.Load), _Text], ...]
 
 
 class Options(ReportOptions):
@@ -77,8 +67,8 @@ class Options(ReportOptions):
         min_length=1,
         description="the first is compared with; more by NAME=FLAGS, as 'tuned=--config a.yaml'",
     )
-    loads: Annotated[_Loads, Flag(metavar="LOAD ...", default=" ".join(LOADS))] = Field(
-        tuple(LOADS.values()), min_length=1, description="or PROMPTSxINxOUT"
+    loads: Annotated[_Loads, Flag(metavar="LOAD ...", default=" ".join(report.LOADS))] = Field(
+        tuple(report.LOADS.values()), min_length=1, description="or PROMPTSxINxOUT"
     )
     blocks: int = Field(2, ge=1, description="A B B A blocks: two visits of every arm each")
     repeats: int = Field(2, ge=1, description="a visit sends each load that often")
@@ -178,7 +168,7 @@ class _Bench:
         the runs as they come."""
         options = self.options
         probes = [self._probe(speed) for speed in speeds[::-1]][::-1]
-        runs: dict[str, dict[str, list[Run]]] = {
+        runs: dict[str, dict[str, list[report.Run]]] = {
             load.name: {arm.name: [] for arm in options.arms} for load in options.loads
         }
         start_s: dict[str, list[float]] = {arm.name: [] for arm in options.arms}
@@ -192,10 +182,10 @@ class _Bench:
                         runs[load.name][arm.name] += self._send(load, servers.server, speeds)
         repeats = 1 if options.change else options.repeats
         for load in options.loads:
-            result["loads"][load.name] = figures_by_arm(runs[load.name], repeats, changed=options.change)
-            print_load(load, result["loads"][load.name], start_s)
-        result["pooled"] = pooled(result["loads"])
-        print_pooled(result["loads"])
+            result["loads"][load.name] = report.figures_by_arm(runs[load.name], repeats, changed=options.change)
+            report.print_load(load, result["loads"][load.name], start_s)
+        result["pooled"] = report.pooled(result["loads"])
+        report.print_pooled(result["loads"])
 
     def _probe(self, speed: Speed) -> Probe:
         self.network.link.set(speed)
@@ -203,14 +193,14 @@ class _Bench:
         print(f"\nlink of {speed}: measured {found}", flush=True)
         return found
 
-    def _send(self, load: Load, server: Server, speeds: Sequence[Speed]) -> list[Run]:
+    def _send(self, load: report.Load, server: Server, speeds: Sequence[Speed]) -> list[report.Run]:
         """A load's runs of one visit."""
         tasks, repeats, at_once = load.tasks(self.model), self.options.repeats, load.at_once
-        asyncio.run(send_load(server, warm_up(tasks), None))
+        asyncio.run(report.send_load(server, report.warm_up(tasks), None))
         if self.options.change:  # one long run, in which requests end all the time
             tasks, repeats, at_once = [*tasks] * repeats, 1, at_once or _AT_ONCE
-        found = []
+        found, half_done = [], partial(self.network.link.set, speeds[-1])
         for _ in range(repeats):
             self.network.link.set(speeds[0])
-            found.append(asyncio.run(send_load(server, tasks, at_once, partial(self.network.link.set, speeds[-1]))))
+            found.append(asyncio.run(report.send_load(server, tasks, at_once, half_done)))
         return found

@@ -17,20 +17,8 @@ from safetensors.torch import load_file, save_file
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
+from serving.workbench.bench.server.abuse import checks
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
-from serving.workbench.bench.server.abuse.rounds import (
-    Hang,
-    Round,
-    Row,
-    faults_of_hang,
-    faults_of_memory,
-    faults_of_rounds,
-    faults_of_windows,
-    hang,
-    rest,
-    rounds,
-    stretch,
-)
 from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references
 from serving.workbench.bench.server.load import read_steps, served_model, token_pool
 from serving.workbench.bench.server.process import Subject, resident_bytes, subject
@@ -107,15 +95,15 @@ class _Abuse:
         rows = await self._attack(target, attacks)
         peak, overlapped = resident_bytes(self._attacked.pid, peak=True), (await read_steps(server))["engaged"]
         print(f"the API process took at most {peak / 1e6:.0f} MB; {overlapped} steps overlapped")
-        self._faults += faults_of_memory(peak, overlapped)
+        self._faults += checks.faults_of_memory(peak, overlapped)
         done = await self._rounds()
         hung = await self._hang() if options.hang else None
-        figures = {"windows": rows, "gap_p99_ratio": stretch(rows), "peak_resident_bytes": peak, "rounds": done}
+        figures = {"windows": rows, "gap_p99_ratio": checks.stretch(rows), "peak_resident_bytes": peak, "rounds": done}
         options.write(figures | {"hang": hung, "faults": self._faults})
         print("\n".join(f"FAULT: {fault}" for fault in self._faults) or "every promise was kept")
         return 1 if self._faults else 0
 
-    async def _attack(self, target: Target, attacks: Sequence[Attack]) -> list[Row]:
+    async def _attack(self, target: Target, attacks: Sequence[Attack]) -> list[checks.Row]:
         """Run the streams alone, then during each attack, then alone again."""
         options = self._options
         answer_tokens = min(_ANSWER_TOKENS, target.max_model_len - 16)
@@ -132,11 +120,11 @@ class _Abuse:
                 await watch.during(_BETWEEN, 1.0)
             await watch.during(f"{_ALONE}, afterwards", options.alone_s)
             watch.window(_END)
-        if (held := await rest(target.server)) is not None:
+        if (held := await checks.rest(target.server)) is not None:
             self._faults.append(f"after the attacks the engines hold {held}")
         rows = [_row(watch.seen(window), window, *by_window.get(id(window), (None, []))) for window in watch.windows]
         _print_rows([row for row in rows if row.name not in (_BEGIN, _BETWEEN, _END)])
-        self._faults += faults_of_windows(rows)
+        self._faults += checks.faults_of_windows(rows)
         return rows
 
     async def _run(self, attack: Attack, target: Target, answers: Answers) -> None:
@@ -145,36 +133,36 @@ class _Abuse:
         except OSError as error:  # an error of the attack's own connection counts as an answer
             answers.append(type(error).__name__)
 
-    async def _rounds(self) -> list[Round]:
+    async def _rounds(self) -> list[checks.Round]:
         options = self._options
-        done = await rounds(self._attacked, options.rounds, options.round_streams)
+        done = await checks.rounds(self._attacked, options.rounds, options.round_streams)
         for number, each in enumerate(done, 1):
             memory = " ".join(f"{resident / 1e6:.0f}" for resident in each.resident)
             print(
                 f"round {number}: {each.ok} whole, {each.cancelled} dropped, {each.failed} failed, {each.wrong} wrong; "
                 f"memory of API and engines {memory} MB"
             )
-        self._faults += faults_of_rounds(done, options.round_streams)
+        self._faults += checks.faults_of_rounds(done, options.round_streams)
         return done
 
-    async def _hang(self) -> Hang:
-        seen = await hang(self._attacked, self._options.timeout_s)
+    async def _hang(self) -> checks.Hang:
+        seen = await checks.hang(self._attacked, self._options.timeout_s)
         times = ["-" if each is None else f"{each:.1f} s" for each in (seen.unhealthy_s, seen.ended_s)]
         print(
             f"rank {seen.rank} stopped: /health 503 after {times[0]}, ended after {times[1]} with status "
             f"{seen.exit_status}"
         )
-        self._faults += faults_of_hang(seen, self._options.timeout_s)
+        self._faults += checks.faults_of_hang(seen, self._options.timeout_s)
         return seen
 
 
-def _row(seen: Seen, window: Window, attack: Attack | None, answers: Answers) -> Row:
+def _row(seen: Seen, window: Window, attack: Attack | None, answers: Answers) -> checks.Row:
     counted = Counter(answer for answer in answers if isinstance(answer, str))
     unexpected: list[str] = []
     if attack is not None:
         unexpected = sorted(counted.keys() - attack.answers)
         unexpected += [f"no {answer}" for answer in sorted(attack.needs - counted.keys())]
-    return Row(
+    return checks.Row(
         name=window.name,
         seconds=window.ended - window.begun,
         answers=dict(counted),
@@ -186,12 +174,12 @@ def _row(seen: Seen, window: Window, attack: Attack | None, answers: Answers) ->
     )
 
 
-def _answers(row: Row) -> str:
+def _answers(row: checks.Row) -> str:
     answers = [f"{answer} x {count}" if count > 1 else answer for answer, count in row.answers.items()]
     return ", ".join([*answers, *(f"a short request waited {wait:.2f} s" for wait in row.waits_s)])
 
 
-def _print_rows(rows: Sequence[Row]) -> None:
+def _print_rows(rows: Sequence[checks.Row]) -> None:
     head = {"": "", "s": ".1f", "health, ms": ".0f", "gap p50, ms": ".1f", "p99, ms": ".1f", "tok/s": ".0f"}
     cells = []
     for row in rows:
@@ -200,7 +188,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
         cells.append((row.name, row.seconds, row.health_s * 1e3, *gaps, seen.tokens_per_s))
     for line, answers in zip(table(head, cells).splitlines(), ("answers", *map(_answers, rows)), strict=True):
         print(f"{line}  {answers}")
-    ratio = stretch(rows)
+    ratio = checks.stretch(rows)
     if ratio is not None:
         print(f"p99 of the streams' inter-token latency while long prompts arrive: {ratio:.2f} of that alone")
 
