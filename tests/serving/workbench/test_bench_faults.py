@@ -26,7 +26,7 @@ from serving.workbench.bench.faults.referee import (
     missing,
     same_logprobs,
 )
-from serving.workbench.bench.faults.setting import (
+from serving.workbench.bench.faults.shared import (
     faults_of_answers,
     faults_of_end,
     faults_of_restarts,

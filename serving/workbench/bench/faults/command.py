@@ -12,7 +12,7 @@ from serving.workbench.bench.faults.nodes import run_nodes
 from serving.workbench.bench.faults.others import run_limit, run_others, run_poison
 from serving.workbench.bench.faults.pause import run_cost, run_pause, run_soak
 from serving.workbench.bench.faults.referee import FLAGS, Referee
-from serving.workbench.bench.faults.setting import SECTIONS, Found, Options, Setting
+from serving.workbench.bench.faults.shared import SECTIONS, Found, Options, Setting
 from serving.workbench.bench.link.command import signals_end_it
 from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.server.process import subject

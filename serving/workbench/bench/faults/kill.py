@@ -9,21 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from serving.workbench.bench.faults import shared
 from serving.workbench.bench.faults.referee import Tally, Verdict
-from serving.workbench.bench.faults.setting import (
-    AGAIN_S,
-    EXPERT_PARALLEL,
-    LANES,
-    UNLIMITED,
-    Found,
-    NotHealthy,
-    Setting,
-    faults_of_answers,
-    faults_of_end,
-    faults_of_restarts,
-    kill_engines,
-    running_load,
-)
 from serving.workbench.bench.server.load import read_metrics
 from serving.workbench.bench.server.process import Ended, Subject, by_reason
 from serving.workbench.bench.server.requests import Server
@@ -36,7 +23,7 @@ _ALONE_S, _SIGNS_S = 2.0, 60.0
 """Shortest and longest time before the first kill, in seconds."""
 CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
     "one rank": (),
-    "DP 2, EP, DBO": (*EXPERT_PARALLEL, *LANES),
+    "DP 2, EP, DBO": (*shared.EXPERT_PARALLEL, *shared.LANES),
     "TP 2": ("--tensor-parallel-size=2", "--enable-expert-parallel"),
     "ngram drafts": ("--speculative-algorithm=ngram",),
     "tiny KV, prefix cache": ("--max-model-len=512", "--kv-cache-memory=3M"),
@@ -89,33 +76,35 @@ class Killed:
         found = [self.unhealthy] if self.unhealthy else []
         if sign is not None and not self.signs[sign]:
             found.append(f"nothing was {sign}: another configuration is needed to show anything")
-        found += faults_of_answers(self.answers, exact=exact)
+        found += shared.faults_of_answers(self.answers, exact=exact)
         if self.unhealthy is None:
-            found += faults_of_restarts(self.restarts, self.kills)
-        found += faults_of_end(self.ended)
+            found += shared.faults_of_restarts(self.restarts, self.kills)
+        found += shared.faults_of_end(self.ended)
         return [f"kill, {self.name}: {each}" for each in found]
 
 
-def run_kills(setting: Setting) -> Found:
+def run_kills(setting: shared.Setting) -> shared.Found:
     """Kill engines in every configuration; prints each when it ends."""
     done, faults = [], []
     for name, flags in list(CONFIGURATIONS.items())[: 1 if setting.options.quick else None]:
-        with setting.server(UNLIMITED, *flags) as subject:
+        with setting.server(shared.UNLIMITED, *flags) as subject:
             killed = asyncio.run(_kill(setting, subject, name))
         done.append(killed)
         faults += killed.faults(exact=setting.exact)
         _print(done[-1:], head=len(done) == 1)
-    return Found(done, faults)
+    return shared.Found(done, faults)
 
 
-async def _kill(setting: Setting, subject: Subject, name: str) -> Killed:
+async def _kill(setting: shared.Setting, subject: Subject, name: str) -> Killed:
     rng, unhealthy = random.Random(name), None
-    async with running_load(subject, setting.requests, setting.options.streams) as load:
+    async with shared.running_load(subject, setting.requests, setting.options.streams) as load:
         signs = await _wait_for_signs(subject.server, SHOWN.get(name))
         begun = time.monotonic()
         try:
-            await kill_engines(subject, load, setting.options.kills, rng, between_s=_BETWEEN_S, again_s=AGAIN_S)
-        except NotHealthy as error:
+            await shared.kill_engines(
+                subject, load, setting.options.kills, rng, between_s=_BETWEEN_S, again_s=shared.AGAIN_S
+            )
+        except shared.NotHealthy as error:
             unhealthy = str(error)
         seconds = time.monotonic() - begun
     answers = await setting.referee.tally(load.cases(setting.references))

@@ -15,24 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from serving.workbench.bench.faults import shared
 from serving.workbench.bench.faults.answers import Answer, Asked, ask_all
 from serving.workbench.bench.faults.faulty import FOLDER, PROGRAM
 from serving.workbench.bench.faults.referee import Tally, Verdict
-from serving.workbench.bench.faults.setting import (
-    AGAIN_S,
-    EXPERT_PARALLEL,
-    LANES,
-    UNLIMITED,
-    Found,
-    NotHealthy,
-    Setting,
-    faults_of_answers,
-    faults_of_end,
-    faults_of_restarts,
-    kill,
-    kill_engines,
-    running_load,
-)
 from serving.workbench.bench.server.process import Ended, Subject, by_reason
 from serving.workbench.bench.statistics import table
 from ubatch import UBatchError
@@ -64,15 +50,16 @@ class Disturbed:
         broken = {
             "could not be done": not self.happened,
             "/health never told it": self.happened and self.noticed_s is None,
-            f"the server did not come back within {AGAIN_S:g} s": self.noticed_s is not None and self.again_s is None,
+            f"the server did not come back within {shared.AGAIN_S:g} s": self.noticed_s is not None
+            and self.again_s is None,
             f"it was noticed after {self.noticed_s or 0:.1f} s": (self.noticed_s or 0) > timeout_s + _NOTICED_LATER_S,
         }
         return [f"others, {self.name}: {what}" for what, is_so in broken.items() if is_so]
 
 
-def run_others(setting: Setting) -> Found:
+def run_others(setting: shared.Setting) -> shared.Found:
     """One server of two ranks that overlap; the faults come one after the other while requests run."""
-    flags = (UNLIMITED, f"--timeout-s={setting.options.timeout_s}", *EXPERT_PARALLEL, *LANES)
+    flags = (shared.UNLIMITED, f"--timeout-s={setting.options.timeout_s}", *shared.EXPERT_PARALLEL, *shared.LANES)
     with (
         tempfile.TemporaryDirectory() as folder,
         setting.server(*flags, program=PROGRAM, variables={FOLDER: folder}) as subject,
@@ -80,14 +67,16 @@ def run_others(setting: Setting) -> Found:
         done, tally, restarts = asyncio.run(_disturb(setting, subject, Path(folder)))
         ended = subject.end()
     faults = [fault for each in done for fault in each.faults(setting.options.timeout_s)]
-    found = faults_of_answers(tally, exact=setting.exact) + faults_of_restarts(restarts, 10 * len(done))
-    found += faults_of_end(ended)
+    found = shared.faults_of_answers(tally, exact=setting.exact) + shared.faults_of_restarts(restarts, 10 * len(done))
+    found += shared.faults_of_end(ended)
     faults += [f"others: {each}" for each in found]
     _print_disturbed(done, tally)
-    return Found({"faults": done, "answers": tally, "ended": ended}, faults)
+    return shared.Found({"faults": done, "answers": tally, "ended": ended}, faults)
 
 
-async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[list[Disturbed], Tally, dict[str, int]]:
+async def _disturb(
+    setting: shared.Setting, subject: Subject, folder: Path
+) -> tuple[list[Disturbed], Tally, dict[str, int]]:
     ways: dict[str, Callable[[], Awaitable[bool]]] = {
         "SIGSTOP": partial(_stop_rank, subject),
         "exception inside a step": partial(_tell, subject, folder / "raise"),
@@ -95,17 +84,17 @@ async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[li
         "exception inside a lane": partial(_tell, subject, folder / "lane"),
     }
     done = []
-    async with running_load(subject, setting.requests, setting.options.streams) as load:
+    async with shared.running_load(subject, setting.requests, setting.options.streams) as load:
         for name, way in ways.items():
-            if await subject.wait_healthy(AGAIN_S) is None:
+            if await subject.wait_healthy(shared.AGAIN_S) is None:
                 break
             await asyncio.sleep(_PROGRESS_S)
             before, begun = await subject.restarts(), time.monotonic()
-            health = asyncio.create_task(subject.wait_sick(setting.options.timeout_s + AGAIN_S))
+            health = asyncio.create_task(subject.wait_sick(setting.options.timeout_s + shared.AGAIN_S))
             happened = await way()
             noticed_s = await health if happened else None
             health.cancel()
-            again_s = None if noticed_s is None else await subject.wait_healthy(AGAIN_S)
+            again_s = None if noticed_s is None else await subject.wait_healthy(shared.AGAIN_S)
             restarts = by_reason(await subject.restarts() - before)
             done.append(Disturbed(name, happened, noticed_s, again_s, restarts))
             if subject.alive and time.monotonic() - begun < _PROGRESS_S:
@@ -116,13 +105,13 @@ async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[li
 
 async def _stop_rank(subject: Subject) -> bool:
     engines = list(subject.engines().values())
-    return bool(engines) and kill(random.Random(0).choice(engines), signal.SIGSTOP)
+    return bool(engines) and shared.kill(random.Random(0).choice(engines), signal.SIGSTOP)
 
 
 async def _tell(subject: Subject, order: Path) -> bool:
     """Leave an order for the engines; whether one of them has taken it."""
     order.touch()
-    deadline = time.monotonic() + AGAIN_S / 2
+    deadline = time.monotonic() + shared.AGAIN_S / 2
     while order.exists() and subject.alive and time.monotonic() < deadline:
         await asyncio.sleep(_LOOK_S)
     taken = not order.exists()
@@ -150,8 +139,8 @@ _AGAIN_S = 60.0
 _FEW = 8
 _WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "raises, one rank": ("raise", ()),
-    "raises, DP 2": ("raise", EXPERT_PARALLEL),
-    "segfaults, DP 2": ("segfault", EXPERT_PARALLEL),
+    "raises, DP 2": ("raise", shared.EXPERT_PARALLEL),
+    "segfaults, DP 2": ("segfault", shared.EXPERT_PARALLEL),
 }
 
 
@@ -175,11 +164,11 @@ class Poisoned:
             f"it ended with HTTP status {self.status}": self.error is not None and self.status != 500,
         }
         found = [what for what, is_so in broken.items() if is_so]
-        found += faults_of_answers(self.others, exact=exact) + faults_of_end(self.ended)
+        found += shared.faults_of_answers(self.others, exact=exact) + shared.faults_of_end(self.ended)
         return [f"poison, {self.name}: {each}" for each in found]
 
 
-def run_poison(setting: Setting) -> Found:
+def run_poison(setting: shared.Setting) -> shared.Found:
     """A request that ends an engine in every step that has it, among others; with the default limits of restarts."""
     done, faults = [], []
     for name, (how, flags) in _WAYS.items():
@@ -192,10 +181,10 @@ def run_poison(setting: Setting) -> Found:
         done.append(poisoned)
         faults += poisoned.faults(exact=setting.exact)
     _print_poisoned(done)
-    return Found(done, faults)
+    return shared.Found(done, faults)
 
 
-async def _ask_with(setting: Setting, subject: Subject, name: str, token: int, *, stream: bool) -> Poisoned:
+async def _ask_with(setting: shared.Setting, subject: Subject, name: str, token: int, *, stream: bool) -> Poisoned:
     """Send all requests, one of them poisoned, at once."""
     requests = list(setting.requests[: setting.options.streams])
     place = len(requests) // 2
@@ -211,7 +200,7 @@ async def _ask_with(setting: Setting, subject: Subject, name: str, token: int, *
     return Poisoned(name, seconds, told.status, told.code, told.error, others, restarts, subject.end())
 
 
-def _unused_token(setting: Setting) -> int:
+def _unused_token(setting: shared.Setting) -> int:
     """A token that no request has, and that none is answered with."""
     used = {token for asked in setting.requests for token in asked.prompt}
     used |= {token for answer in setting.references for choice in answer.choices for token in choice.tokens}
@@ -235,7 +224,7 @@ def _print_poisoned(done: list[Poisoned]) -> None:
 # -- the limit ---------------------------------------------------------------------------------------------------------
 
 
-def run_limit(setting: Setting) -> Found:
+def run_limit(setting: shared.Setting) -> shared.Found:
     """Kill engines of a server with the default limits until it ends."""
     with setting.server() as subject:
         kills, answers = asyncio.run(_kill_until_it_ends(setting, subject))
@@ -248,15 +237,15 @@ def run_limit(setting: Setting) -> Found:
         f"its last line does not name the rank: {last}": not any("rank 0" in line for line in last),
         f"a request ended without the rank's name: {unnamed[:1]}": unnamed,
     }
-    found = [what for what, is_so in broken.items() if is_so] + faults_of_end(ended, status=1)
+    found = [what for what, is_so in broken.items() if is_so] + shared.faults_of_end(ended, status=1)
     print(f"  ended after {kills} kills with status {ended.status}: {' '.join(last)}", flush=True)
-    return Found({"kills": kills, "ended": ended, "said": last}, [f"limit: {each}" for each in found])
+    return shared.Found({"kills": kills, "ended": ended, "said": last}, [f"limit: {each}" for each in found])
 
 
-async def _kill_until_it_ends(setting: Setting, subject: Subject) -> tuple[int, list[Answer]]:
-    async with running_load(subject, setting.requests, _FEW) as load:
-        with suppress(NotHealthy):
+async def _kill_until_it_ends(setting: shared.Setting, subject: Subject) -> tuple[int, list[Answer]]:
+    async with shared.running_load(subject, setting.requests, _FEW) as load:
+        with suppress(shared.NotHealthy):
             most = 2 * _DEFAULT_RESTARTS + 2
             rng = random.Random(0)
-            await kill_engines(subject, load, most, rng, between_s=_BETWEEN_S, again_s=_AGAIN_S, twice=False)
+            await shared.kill_engines(subject, load, most, rng, between_s=_BETWEEN_S, again_s=_AGAIN_S, twice=False)
     return load.kills, [answer for _, answer in load.answers]
