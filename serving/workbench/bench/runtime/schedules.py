@@ -30,6 +30,7 @@ from serving.ranks import run_ranks
 from serving.workbench.arms.programs import predict_step
 from serving.workbench.arms.stages import HANDOFF_S, best_schedules, nameless
 from serving.workbench.arms.steps import ArmSteps
+from serving.workbench.bench import step_setting
 from serving.workbench.bench.statistics import (
     Arm,
     Interval,
@@ -40,15 +41,6 @@ from serving.workbench.bench.statistics import (
     print_arms,
     table,
 )
-from serving.workbench.bench.step_setting import (
-    SplitCompute,
-    StepOptions,
-    StepSetting,
-    calibrate,
-    interleave_on_ranks,
-    model_folder,
-    open_setting,
-)
 from ubatch import SCHEDULES, Schedule
 from ubatch.schedules import SERIAL
 
@@ -57,7 +49,7 @@ _POOL = 4
 """Number of schedules that are simulated with stage times of their own, per schedule that is then measured."""
 
 
-class Options(StepOptions):
+class Options(step_setting.StepOptions):
     """What to measure."""
 
     ratio: float = Field(1.0, gt=0, description="communication as a multiple of the compute of two lanes")
@@ -93,7 +85,7 @@ class SchedulesResult:
 
 
 def run(options: Options) -> int:
-    with model_folder(options) as model:
+    with step_setting.model_folder(options) as model:
         result: SchedulesResult = run_ranks(_measure_on_rank, options.ranks, options, model)
     print_result(options, result)
     options.write(vars(result))
@@ -101,25 +93,25 @@ def run(options: Options) -> int:
 
 
 def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) -> SchedulesResult:
-    with open_setting(rank, options, model) as setting:
+    with step_setting.open_setting(rank, options, model) as setting:
         return measure_schedules(setting, options)
 
 
 @torch.inference_mode()
-def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult:
+def measure_schedules(setting: step_setting.StepSetting, options: Options) -> SchedulesResult:
     """Run all phases listed at the top of this module. Every rank calls it; all get the same.
 
     Raises:
         ConfigError: stage times cannot be measured, as where the transport cannot serve four lanes.
     """
-    bandwidth = calibrate(setting, 2, options.ratio)
+    bandwidth = step_setting.calibrate(setting, 2, options.ratio)
     named = {schedule.name: schedule for schedule in _named(setting)}
     searched = {f"searched {place}": each for place, each in enumerate(_search(setting, options), 1)}
     schedules = {**named, **searched}
     works = {work_of(setting, schedule): None for schedule in schedules.values()}
     setting.check_equal([*schedules.values(), *works])
 
-    split = {work: SplitCompute(setting, work, f" {describe_work(work)}") for work in works}
+    split = {work: step_setting.SplitCompute(setting, work, f" {describe_work(work)}") for work in works}
     arms: dict[str, Arm] = {"serial_unsplit": partial(setting.timed, SERIAL)}
     arms |= {
         f"one_by_one {describe_work(work)}": partial(setting.timed, work)
@@ -128,7 +120,7 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     }
     arms |= {f"split {describe_work(work)}": arm for work, arm in split.items()}
     arms |= {name: partial(setting.timed, schedule) for name, schedule in schedules.items()}
-    walls = interleave_on_ranks(arms, options.blocks, "schedules")
+    walls = step_setting.interleave_on_ranks(arms, options.blocks, "schedules")
     steps = {work: arm.steps() for work, arm in split.items()}
     around_ms = {work: arm.around_ms() for work, arm in split.items()}
     results = {}
@@ -140,12 +132,12 @@ def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult
     return SchedulesResult(bandwidth, setting.link.latency_s, walls, of_named, of_searched)
 
 
-def work_of(setting: StepSetting, schedule: Schedule) -> Schedule:
+def work_of(setting: step_setting.StepSetting, schedule: Schedule) -> Schedule:
     """The schedule's lanes one by one."""
     return _without_place(setting, schedule.one_by_one())
 
 
-def _without_place(setting: StepSetting, schedule: Schedule) -> Schedule:
+def _without_place(setting: step_setting.StepSetting, schedule: Schedule) -> Schedule:
     """Without a shared expert, schedules that differ in its place become equal."""
     return schedule if setting.has_shared_experts else replace(schedule, shared_expert=SERIAL.shared_expert)
 
@@ -157,7 +149,7 @@ def describe_work(work: Schedule) -> str:
     return f"{work.lanes}x{work.chunks}{chunks}, shared at {work.shared_expert}{signalled}"
 
 
-def _named(setting: StepSetting) -> list[Schedule]:
+def _named(setting: step_setting.StepSetting) -> list[Schedule]:
     """The named schedules that the transport supports; of schedules that run the same order, only one."""
     runner = setting.runner
     most = most_chunks(runner.all2all)
@@ -172,7 +164,7 @@ def _named(setting: StepSetting) -> list[Schedule]:
 # -- the search -----------------------------------------------------------------------------------------------------
 
 
-def _search(setting: StepSetting, options: Options) -> list[Schedule]:
+def _search(setting: step_setting.StepSetting, options: Options) -> list[Schedule]:
     """The best schedules, best first, the same on every rank; none if serial is all there is. Errors as in
     `measure_schedules`."""
     limits = {"max_lanes": options.max_lanes, "max_chunks": options.max_chunks, "keep": _POOL * options.top}
@@ -180,7 +172,7 @@ def _search(setting: StepSetting, options: Options) -> list[Schedule]:
         found = arms.search(setting.batch, lambda model: best_schedules(model, "prefill", [], **limits))
     pool = [arm.schedule for arm in found]
     works = {work_of(setting, schedule): None for schedule in pool}
-    splits = {work: SplitCompute(setting, work) for work in works}
+    splits = {work: step_setting.SplitCompute(setting, work) for work in works}
     for _ in range(_STAGE_STEPS):  # interleaved, so that drift affects all alike
         for split in splits.values():
             split()
