@@ -14,6 +14,7 @@ from repository import TINY_MOE
 
 from model_runner import SamplingParams
 from model_runner.sampling.draws import uniform
+from serving.workbench.bench.faults import shared
 from serving.workbench.bench.faults.answers import KINDS, Answer, Asked, Choice, make_requests, with_stops
 from serving.workbench.bench.faults.command import Options, run
 from serving.workbench.bench.faults.pause import errors_at, tokens_after
@@ -25,13 +26,6 @@ from serving.workbench.bench.faults.referee import (
     may_differ,
     missing,
     same_logprobs,
-)
-from serving.workbench.bench.faults.shared import (
-    faults_of_answers,
-    faults_of_end,
-    faults_of_restarts,
-    faults_of_series,
-    trend,
 )
 from serving.workbench.bench.server.process import Ended, Footprint
 
@@ -177,36 +171,36 @@ def tally(**counts: int) -> Tally:
     ],
 )
 def test_lost_and_wrong_answers_are_faults(counts: dict[str, int], fault: str | None) -> None:
-    found = faults_of_answers(tally(**counts), exact=True)
+    found = shared.faults_of_answers(tally(**counts), exact=True)
     assert len(found) == (fault is not None)
     assert fault is None or fault in found[0]
 
 
 def test_in_bfloat16_texts_may_differ_but_not_be_lost() -> None:
-    assert not faults_of_answers(tally(equal=1, wrong=9), exact=False)
-    assert faults_of_answers(tally(equal=1, lost=1), exact=False)
+    assert not shared.faults_of_answers(tally(equal=1, wrong=9), exact=False)
+    assert shared.faults_of_answers(tally(equal=1, lost=1), exact=False)
 
 
 def test_what_is_left_over_is_a_fault() -> None:
-    assert not faults_of_end(Ended(0, [], []))
-    assert "1 processes" in faults_of_end(Ended(0, ["7 python"], []))[0]
-    assert "files" in faults_of_end(Ended(0, [], ["ubatch-x"]))[0]
-    assert "status None" in faults_of_end(Ended(None, [], []))[0]
-    assert not faults_of_end(Ended(1, [], []), status=1)
+    assert not shared.faults_of_end(Ended(0, [], []))
+    assert "1 processes" in shared.faults_of_end(Ended(0, ["7 python"], []))[0]
+    assert "files" in shared.faults_of_end(Ended(0, [], ["ubatch-x"]))[0]
+    assert "status None" in shared.faults_of_end(Ended(None, [], []))[0]
+    assert not shared.faults_of_end(Ended(1, [], []), status=1)
 
 
 def test_restarts_are_counted() -> None:
-    assert not faults_of_restarts({"killed": 4, "resumed": 9}, 5)
-    assert faults_of_restarts({"killed": 6, "resumed": 9}, 5)
-    assert len(faults_of_restarts({}, 5)) == 2
+    assert not shared.faults_of_restarts({"killed": 4, "resumed": 9}, 5)
+    assert shared.faults_of_restarts({"killed": 6, "resumed": 9}, 5)
+    assert len(shared.faults_of_restarts({}, 5)) == 2
 
 
 # -- growth
 
 
 def test_a_trend_has_an_interval() -> None:
-    assert trend([1.0, 2.0, 3.0]) is None
-    line = trend([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert shared.trend([1.0, 2.0, 3.0]) is None
+    line = shared.trend([1.0, 2.0, 3.0, 4.0, 5.0])
     assert line is not None
     assert [line.growth, line.low, line.high] == pytest.approx([4.0] * 3)
 
@@ -225,7 +219,7 @@ def test_a_trend_has_an_interval() -> None:
 )
 def test_what_grows_is_a_fault(resident: list[int], threads: list[int], grown: tuple[str, ...]) -> None:
     series = [Footprint(mb * 10**6, 30, number) for mb, number in zip(resident, threads, strict=True)]
-    assert tuple(fault.split()[0] for fault in faults_of_series(series)) == grown
+    assert tuple(fault.split()[0] for fault in shared.faults_of_series(series)) == grown
 
 
 # -- pauses
