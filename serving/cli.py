@@ -53,14 +53,20 @@ _BENCHMARKS = {
         "a model that transformers itself shards, with and without our wrapper",
     ),
     "serve": ("server.serve", "a load on an OpenAI-compatible server: latency and throughput"),
-    "abuse": ("server.abuse", "a server under attack during a steady load: checks that it keeps serving"),
-    "faults": ("faults", "engines that are killed, hang or fail: checks that requests go on; what a restart costs"),
-    "eplb": ("eplb", "what balanced experts gain on ranks with skewed routers, and what counting their load costs"),
+    "abuse": ("server.abuse.command", "a server under attack during a steady load: checks that it keeps serving"),
+    "faults": (
+        "faults.command",
+        "engines that are killed, hang or fail: checks that requests go on; what a restart costs",
+    ),
+    "eplb": (
+        "eplb.command",
+        "what balanced experts gain on ranks with skewed routers, and what counting their load costs",
+    ),
     "fairness": ("server.fairness", "how much long prompts delay decoding requests, and what a limit costs"),
-    "link": ("link", "settings of overlap over a real link between two servers; needs root"),
+    "link": ("link.command", "settings of overlap over a real link between two servers; needs root"),
     "engine": ("server.compare", "whole engines: offline and served, with overlap, and the scheduler"),
-    "results": ("results", "when the stored figures were measured, and which are older than what they measure"),
-    "peers": ("peers", "this engine, vLLM and transformers on a CPU, each in an environment of its own"),
+    "results": ("provenance", "when the stored figures were measured, and which are older than what they measure"),
+    "peers": ("peers.command", "this engine, vLLM and transformers on a CPU, each in an environment of its own"),
 }
 """`ubatch bench NAME` -> its module in `serving.workbench.bench`, and what it measures."""
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from model_runner import RandomQwen3Moe
-from serving.workbench.bench.server.compare import Options, Part, run
+from serving.workbench.bench.server.compare import Options, Part, measure_served_overlap, run
+from serving.workbench.bench.server.fake_device import measure_scheduler
 from serving.workbench.bench.server.offline import Workload, make_served_model, measure_offline, random_prompts
-from serving.workbench.bench.server.overlap import measure_served_overlap
-from serving.workbench.bench.server.scheduler import measure_scheduler
 from serving.workbench.bench.statistics import write_json
 
 SMALL = RandomQwen3Moe(

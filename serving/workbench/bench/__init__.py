@@ -1,6 +1,7 @@
 """The benchmarks of `ubatch bench`.
 
 statistics, options  shared by all: how to measure, print and write
+provenance           from what, how and when a file of results was measured; `ubatch bench results`
 step_setting         a model, a batch and an emulated link, for steps under any schedule
 runtime              steps and pieces of them: hand-offs, lanes, experts, attention, overlap, schedules, drafts
 server               whole engines and servers, under load and under attack

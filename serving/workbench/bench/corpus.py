@@ -34,12 +34,8 @@ class Corpus:
 def read_corpus(seed: int) -> Corpus:
     """The running interpreter's standard library, of which a seeded sample of the files is held out."""
     root = Path(sysconfig.get_path("stdlib"))
-    texts: list[str] = []
-    for path in sorted(root.rglob("*.py")):
-        if _SKIPPED.isdisjoint(path.relative_to(root).parts[:-1]):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if text.strip():
-                texts.append(text)
+    paths = (path for path in sorted(root.rglob("*.py")) if _SKIPPED.isdisjoint(path.relative_to(root).parts[:-1]))
+    texts = [text for path in paths if (text := path.read_text(encoding="utf-8", errors="replace")).strip()]
     if len(texts) < 100:
         raise CorpusMissing(
             f"found {len(texts)} source files under the standard library ({root}), expected several hundred: "

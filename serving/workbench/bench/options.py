@@ -41,23 +41,17 @@ ENGINE = ("ubatch", "moe", "attention", *(f"model_runner/{part}" for part in _PA
 """What runs a step."""
 DECIDING = (*ENGINE, "model_runner/auto")
 """The same with what decides how it runs, where no threshold is given."""
-SERVER = (
-    *DECIDING,
-    "serving/api",
-    "serving/engine",
-    "serving/scheduler",
-    "serving/text",
-    "serving/llm.py",
-    "serving/offline",
-)
+_SERVING = ("api", "engine", "scheduler", "text", "llm.py", "offline")
+SERVER = (*DECIDING, *(f"serving/{part}" for part in _SERVING))
 
 
+# Where code, too, makes the options, `default=` names a default: only so do type checkers know that there is one.
 class FileOptions(Group):
     """Options of a command that can write what it found to a file."""
 
-    json_file: Annotated[
-        Path | None, Flag(name="json", metavar="FILE"), Field(description="write raw arms and results here")
-    ] = None
+    json_file: Annotated[Path | None, Flag(name="json", metavar="FILE")] = Field(
+        default=None, description="write raw arms and results here"
+    )
 
 
 class ReportOptions(FileOptions):
@@ -91,4 +85,4 @@ class ReportOptions(FileOptions):
 class BlockOptions(ReportOptions):
     """Options of a benchmark whose arms are interleaved."""
 
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks; 15 or more for figures to quote")] = 15
+    blocks: int = Field(default=15, ge=2, description="A B B A blocks; 15 or more for figures to quote")

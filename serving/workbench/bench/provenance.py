@@ -1,6 +1,7 @@
 """What a results file was measured from: the commit, the command, and a digest of the sources that it measures.
 
-A file is older than what it measures if these sources have changed since. Whatever prints a stored file says so.
+A file is older than what it measures if these sources have changed since. Whatever prints a stored file says so, and
+`ubatch bench results` says it of all of them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 import serving
+from serving.arguments.fields import Flag, Group
+from serving.workbench.bench.statistics import columns
 from ubatch import ConfigError
 
 KEY = "measured"
@@ -121,3 +126,34 @@ def _git(*words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+# -- `ubatch bench results` --------------------------------------------------------------------------------------------
+
+
+class Options(Group):
+    """Where they are."""
+
+    folder: Annotated[Path, Flag(positional=True)] = Field(Path("benchmarks/results"), description="folder of results")
+
+
+def run(options: Options) -> int:
+    """Print a line for every file, and how to measure what is old again.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    files = sorted(options.folder.glob("*.json"))
+    if not files:
+        raise ConfigError(
+            f"no results are in {options.folder}. `make bench` and `make bench-link` write them to benchmarks/results."
+        )
+    print(columns(((file.name, provenance_of(file)) for file in files), indent=0))
+    for file in files:
+        try:
+            found = read_provenance(file)
+        except ConfigError:
+            continue
+        if found.stale:
+            print(f"again: {found.command}{f' --json {file}' if found.command.startswith('ubatch') else ''}")
+    return 0

@@ -1,11 +1,13 @@
-"""Measuring for every benchmark: arms interleaved A B B A, medians, paired ratios, a bootstrap interval."""
+"""Measuring for every benchmark: cores, arms interleaved A B B A, medians, paired ratios, a bootstrap interval."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -189,12 +191,36 @@ def print_arms(arms: Mapping[str, Sequence[float]], spec: str, indent: int = 2, 
 
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
-    """Write results with stable keys; a dataclass, such as an interval, is written as its fields."""
+    """Write results with stable keys; a dataclass, such as an interval, is written as its fields, or by `as_json`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2, default=_plain) + "\n", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "as_json"):
+        return value.as_json()
     if is_dataclass(value):
         return {each.name: getattr(value, each.name) for each in fields(value)}
     return str(value)
+
+
+def split_cores() -> tuple[Set[int], Set[int]]:
+    """One core of those that this thread has, and the others: the same if it has one. Both are empty where threads have
+    no masks."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    one = set(sorted(cores)[-1:])
+    return one, cores - one or one
+
+
+@contextmanager
+def on_cores(cores: Set[int]) -> Iterator[None]:
+    """Run the block, and what it starts, on these cores; on any if there are none."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

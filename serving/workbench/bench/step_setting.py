@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,15 +37,7 @@ from serving.workbench.arms.cells import arm_config
 from serving.workbench.arms.programs import Programs, gather_steps, traced_step
 from serving.workbench.bench.options import ENGINE, BlockOptions, Dtype, LatencyUs, Ranks
 from serving.workbench.bench.statistics import Arm, interleave_arms
-from ubatch import (
-    SCHEDULES,
-    CommGroup,
-    ConfigError,
-    Schedule,
-    UBatchConfig,
-    UBatchError,
-    UBatchWrapper,
-)
+from ubatch import SCHEDULES, CommGroup, ConfigError, Schedule, UBatchConfig, UBatchError, UBatchWrapper
 from ubatch.schedules import SERIAL
 
 RANDOM_MODELS: Mapping[str, type[RandomQwen3Moe] | type[RandomDeepseekV3]] = {
@@ -65,11 +57,11 @@ class ModelOptions(BlockOptions):
     of_random: ClassVar[tuple[str, ...]] = ("layers",)
     """Options that a checkpoint leaves no choice of."""
 
-    model: Annotated[
-        Path | None, Field(description="checkpoint folder, or name on the hub; random weights if not given")
-    ] = None
+    model: Path | None = Field(
+        default=None, description="checkpoint folder, or name on the hub; random weights if not given"
+    )
     random: Random = "qwen3-moe"
-    layers: Annotated[int | None, Field(ge=2, description="of the random model; 8 if not given")] = None
+    layers: int | None = Field(default=None, ge=2, description="of the random model; 8 if not given")
 
     @property
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
@@ -85,23 +77,44 @@ _MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 class StepOptions(ModelOptions):
     """The steps, and the link under them."""
 
-    dtype: Annotated[Dtype, Field(description="of the model and its transfers")] = "float32"
+    dtype: Dtype = Field(default="float32", description="of the model and its transfers")
     ranks: Ranks = 2
-    sequences: Annotated[int, Field(ge=2, description="prompts per rank and step")] = 8
-    sequence_length: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 128
+    sequences: int = Field(default=8, ge=2, description="prompts per rank and step")
+    sequence_length: int = Field(default=128, ge=1, description="tokens of a prompt")
     latency_us: LatencyUs = 20.0
-    schedule: Annotated[str, one_of(SCHEDULES), Field(description=f"one of {', '.join(SCHEDULES)}")] = (
-        "mlp_shared_overlap"
+    schedule: Annotated[str, one_of(SCHEDULES)] = Field(
+        default="mlp_shared_overlap", description=f"one of {', '.join(SCHEDULES)}"
     )
-    all2all_backend: Annotated[
-        str, one_of(all2all_backends()), Field(description="what carries the data under the emulated link")
-    ] = "torch_dist"
+    all2all_backend: Annotated[str, one_of(all2all_backends())] = Field(
+        default="torch_dist", description="what carries the data under the emulated link"
+    )
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype`, as torch's."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
+
+    @property
+    def overlap(self) -> UBatchConfig:
+        """How the lanes run."""
+        return UBatchConfig(schedule=self.schedule, timeout_s=300.0)
+
+    def link(self) -> EmulatedLink:
+        """The link, which starts infinitely fast."""
+        return EmulatedLink(self.latency_us * 1e-6, float("inf"))
+
+    def runner(self, model: Path, group: CommGroup, link: EmulatedLink, **more: Any) -> ModelRunner:
+        """This rank's part of the model; `more` as of `ModelRunner`."""
+        transport, dtype = self.all2all_backend, self.torch_dtype
+        return ModelRunner(
+            model, group=group, all2all_backend=transport, link=link, dbo=self.overlap, dtype=dtype, **more
+        )
+
+    def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
+        """The random tokens of a batch."""
+        size = (self.sequences, self.sequence_length)
+        return torch.randint(0, vocab_size, size, generator=torch.Generator().manual_seed(seed)).tolist()
 
     def describe(self) -> str:
         """The step of a rank, in a line."""
@@ -214,17 +227,26 @@ def model_folder(options: ModelOptions) -> Iterator[Path]:
 @contextmanager
 def open_setting(rank: int, options: StepOptions, model: Path) -> Iterator[StepSetting]:
     """This rank's model and batch over an emulated link, which starts infinitely fast; every rank calls it."""
-    group = CommGroup.from_process_group(timeout_s=300.0)
-    link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
-    config = UBatchConfig(schedule=options.schedule, timeout_s=300.0)
-    transport, dtype = options.all2all_backend, options.torch_dtype
-    with ModelRunner(model, group=group, all2all_backend=transport, link=link, dbo=config, dtype=dtype) as runner:
-        generator = torch.Generator().manual_seed(rank)
-        size = (options.sequences, options.sequence_length)
-        prompts = torch.randint(0, runner.config.vocab_size, size, generator=generator).tolist()
-        setting = StepSetting(runner, prefill_batch(runner, prompts), link)
+    group, link = CommGroup.from_process_group(timeout_s=300.0), options.link()
+    with (
+        options.runner(model, group, link) as runner,
+        open_batch(runner, options.prompts(runner.config.vocab_size, rank), link) as setting,
+    ):
         yield setting
+
+
+@contextmanager
+def open_batch(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], link: EmulatedLink, kind: type[StepSetting] = StepSetting
+) -> Iterator[StepSetting]:
+    """Steps that prefill these prompts."""
+    setting = kind(runner, prefill_batch(runner, prompts), link)
+    try:
+        yield setting
+    finally:
         setting.close()
+        for share in setting.batch.shares:
+            runner.release(share.request)
 
 
 def prefill_batch(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> Step:
@@ -293,13 +315,14 @@ class SplitCompute:
     The link delivers at once, and records how long it would have been busy; see `serving.workbench.arms.programs`.
 
     Args:
-        names: of its three figures: milliseconds of the step, of the CPU ("split compute"), and of the busy link.
+        name: behind the names of its three figures: milliseconds of the step (`split`), of the CPU (`split_compute`),
+            and of the busy link (`communication`).
     """
 
-    def __init__(self, setting: Setting, schedule: Schedule, names: tuple[str, str, str]) -> None:
+    def __init__(self, setting: Setting, schedule: Schedule, name: str = "") -> None:
         self._setting = setting
         self._schedule = schedule.one_by_one()
-        self._names = names
+        self._names = [f"{figure}{name}" for figure in ("split", "split_compute", "communication")]
         self._around_ms: list[float] = []
         self._programs: list[Programs] = []
 

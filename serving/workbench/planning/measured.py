@@ -95,8 +95,7 @@ def _on_rank(rank: int, world_size: int, options: Options, model: Path) -> list[
         load = measure_load(setting, min(options.lanes))
         links = {ratio: load.bandwidth(ratio, setting.link.latency_s) for ratio in options.ratios}
         first = setting.link.bytes_per_s = next(iter(links.values()))
-        names = ("split", "compute", "communication")
-        stages = {lanes: SplitCompute(setting, setting.schedule(lanes), names) for lanes in options.lanes}
+        stages = {lanes: SplitCompute(setting, setting.schedule(lanes)) for lanes in options.lanes}
         arms: dict[str, Arm] = {f"split {lanes}": arm for lanes, arm in stages.items()}
         for ratio, bytes_per_s in links.items():
             for lanes in options.lanes:

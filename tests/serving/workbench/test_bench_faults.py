@@ -14,27 +14,20 @@ from repository import TINY_MOE
 
 from model_runner import SamplingParams
 from model_runner.sampling.rows import uniform
-from serving.workbench.bench.faults import Options, run
-from serving.workbench.bench.faults.answers import Answer, Asked, Choice
-from serving.workbench.bench.faults.asked import KINDS, make_requests, with_stops
-from serving.workbench.bench.faults.compare import (
+from serving.workbench.bench.faults import shared
+from serving.workbench.bench.faults.answers import KINDS, Answer, Asked, Choice, make_requests, with_stops
+from serving.workbench.bench.faults.command import Options, run
+from serving.workbench.bench.faults.pause import errors_at, tokens_after
+from serving.workbench.bench.faults.referee import (
     Difference,
+    Tally,
     Verdict,
     first_differences,
     may_differ,
     missing,
     same_logprobs,
 )
-from serving.workbench.bench.faults.judge import (
-    faults_of_answers,
-    faults_of_end,
-    faults_of_restarts,
-    faults_of_series,
-    trend,
-)
-from serving.workbench.bench.faults.pause import errors_at, tokens_after
-from serving.workbench.bench.faults.referee import Tally
-from serving.workbench.bench.faults.victims import Ended, Footprint
+from serving.workbench.bench.server.process import Ended, Footprint
 
 TOKENS = [5, 6, 7, 8]
 
@@ -92,48 +85,39 @@ LOGITS = torch.tensor([0.5, 0.2, 0.1, 0.1, 0.1]).log()
 EDGES = (0.5, 0.7, 0.8)
 
 
-def seed_near(draw: float, within: float) -> int:
-    return next(seed for seed in range(10**6) if abs(uniform(seed, 2) - draw) < within)
+PENALTY = math.log(0.5) - math.log(0.1)
 
 
-def excused(found: Difference, seed: int = 0, **params: Any) -> bool:
-    return may_differ(LOGITS, SamplingParams(**params), (1,), (0, 1), seed, found)
-
-
-def test_a_greedy_difference_is_excused_if_the_two_tie() -> None:
-    assert excused(Difference(0, 2, 2, 3))
-    assert not excused(Difference(0, 2, 0, 1))
-    assert not excused(Difference(0, 2, 2, None))
-
-
-def test_penalties_decide_what_ties() -> None:
-    off = math.log(0.5) - math.log(0.2)
-    assert excused(Difference(0, 2, 0, 2), frequency_penalty=off + math.log(0.2) - math.log(0.1))
-    assert not excused(Difference(0, 2, 0, 2))
-
-
-@pytest.mark.parametrize("edge", EDGES)
-def test_a_sampled_difference_is_excused_near_an_edge(edge: float) -> None:
-    found = Difference(0, 2, 0, 4)
-    assert excused(found, seed_near(edge, 5e-5), temperature=1.0)
-    assert not excused(found, seed_near(edge + 0.01, 5e-3), temperature=1.0)
-
-
-def test_a_difference_is_excused_where_the_undisturbed_server_gives_the_other_token_too() -> None:
-    inside = seed_near(0.6, 1e-2)
-    assert excused(Difference(0, 2, 2, 1), inside, temperature=1.0)
-    assert not excused(Difference(0, 2, 1, 2), inside, temperature=1.0)
-    assert excused(Difference(0, 2, 1, 0)), "greedy: 0 is the likeliest"
-
-
-def test_or_near_the_limit_of_a_truncation() -> None:
-    found, far = Difference(0, 2, 0, 1), seed_near(0.25, 1e-2)
-    assert excused(found, far, temperature=1.0, top_p=0.70005)
-    assert not excused(found, far, temperature=1.0, top_p=0.75)
-    assert excused(found, far, temperature=1.0, top_k=3), "the third and the fourth tie"
-    assert not excused(found, far, temperature=1.0, top_k=2)
-    assert excused(found, far, temperature=1.0, min_p=0.40005)
-    assert not excused(found, far, temperature=1.0, min_p=0.3)
+@pytest.mark.parametrize(
+    ("expected", "got", "draw", "params", "excused"),
+    [
+        pytest.param(2, 3, None, {}, True, id="greedy, the two tie"),
+        pytest.param(0, 1, None, {}, False, id="greedy, they do not"),
+        pytest.param(2, None, None, {}, False, id="one ends"),
+        pytest.param(0, 2, None, {"frequency_penalty": PENALTY}, True, id="a penalty makes them tie"),
+        pytest.param(0, 2, None, {}, False, id="no penalty does"),
+        *(pytest.param(0, 4, edge, {}, True, id=f"near the edge at {edge}") for edge in EDGES),
+        *(pytest.param(0, 4, edge + 0.01, {}, False, id=f"beside the edge at {edge}") for edge in EDGES),
+        pytest.param(2, 1, 0.6, {}, True, id="the undisturbed server gives the other, too"),
+        pytest.param(1, 2, 0.6, {}, False, id="it gives the same"),
+        pytest.param(1, 0, None, {}, True, id="greedy, the other is the likeliest"),
+        pytest.param(0, 1, 0.25, {"top_p": 0.70005}, True, id="near top-p"),
+        pytest.param(0, 1, 0.25, {"top_p": 0.75}, False, id="far from top-p"),
+        pytest.param(0, 1, 0.25, {"top_k": 3}, True, id="the third and the fourth tie"),
+        pytest.param(0, 1, 0.25, {"top_k": 2}, False, id="the second and the third do not"),
+        pytest.param(0, 1, 0.25, {"min_p": 0.40005}, True, id="near min-p"),
+        pytest.param(0, 1, 0.25, {"min_p": 0.3}, False, id="far from min-p"),
+    ],
+)
+def test_a_difference_is_excused_where_rounding_decides(
+    expected: int, got: int | None, draw: float | None, params: dict[str, Any], excused: bool
+) -> None:
+    """Greedily if `draw` is None; else by a seed whose draw is as near to it as rounding is to an edge."""
+    seed = 0
+    if draw is not None:
+        params = {"temperature": 1.0, **params}
+        seed = next(seed for seed in range(10**6) if abs(uniform(seed, 2) - draw) < 5e-5)
+    assert may_differ(LOGITS, SamplingParams(**params), (1,), (0, 1), seed, Difference(0, 2, expected, got)) is excused
 
 
 def test_log_probabilities_show_what_has_no_reference() -> None:
@@ -187,36 +171,36 @@ def tally(**counts: int) -> Tally:
     ],
 )
 def test_lost_and_wrong_answers_are_faults(counts: dict[str, int], fault: str | None) -> None:
-    found = faults_of_answers(tally(**counts), exact=True)
+    found = shared.faults_of_answers(tally(**counts), exact=True)
     assert len(found) == (fault is not None)
     assert fault is None or fault in found[0]
 
 
 def test_in_bfloat16_texts_may_differ_but_not_be_lost() -> None:
-    assert not faults_of_answers(tally(equal=1, wrong=9), exact=False)
-    assert faults_of_answers(tally(equal=1, lost=1), exact=False)
+    assert not shared.faults_of_answers(tally(equal=1, wrong=9), exact=False)
+    assert shared.faults_of_answers(tally(equal=1, lost=1), exact=False)
 
 
 def test_what_is_left_over_is_a_fault() -> None:
-    assert not faults_of_end(Ended(0, [], []))
-    assert "1 processes" in faults_of_end(Ended(0, ["7 python"], []))[0]
-    assert "files" in faults_of_end(Ended(0, [], ["ubatch-x"]))[0]
-    assert "status None" in faults_of_end(Ended(None, [], []))[0]
-    assert not faults_of_end(Ended(1, [], []), status=1)
+    assert not shared.faults_of_end(Ended(0, [], []))
+    assert "1 processes" in shared.faults_of_end(Ended(0, ["7 python"], []))[0]
+    assert "files" in shared.faults_of_end(Ended(0, [], ["ubatch-x"]))[0]
+    assert "status None" in shared.faults_of_end(Ended(None, [], []))[0]
+    assert not shared.faults_of_end(Ended(1, [], []), status=1)
 
 
 def test_restarts_are_counted() -> None:
-    assert not faults_of_restarts({"killed": 4, "resumed": 9}, 5)
-    assert faults_of_restarts({"killed": 6, "resumed": 9}, 5)
-    assert len(faults_of_restarts({}, 5)) == 2
+    assert not shared.faults_of_restarts({"killed": 4, "resumed": 9}, 5)
+    assert shared.faults_of_restarts({"killed": 6, "resumed": 9}, 5)
+    assert len(shared.faults_of_restarts({}, 5)) == 2
 
 
 # -- growth
 
 
 def test_a_trend_has_an_interval() -> None:
-    assert trend([1.0, 2.0, 3.0]) is None
-    line = trend([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert shared.trend([1.0, 2.0, 3.0]) is None
+    line = shared.trend([1.0, 2.0, 3.0, 4.0, 5.0])
     assert line is not None
     assert [line.growth, line.low, line.high] == pytest.approx([4.0] * 3)
 
@@ -235,7 +219,7 @@ def test_a_trend_has_an_interval() -> None:
 )
 def test_what_grows_is_a_fault(resident: list[int], threads: list[int], grown: tuple[str, ...]) -> None:
     series = [Footprint(mb * 10**6, 30, number) for mb, number in zip(resident, threads, strict=True)]
-    assert tuple(fault.split()[0] for fault in faults_of_series(series)) == grown
+    assert tuple(fault.split()[0] for fault in shared.faults_of_series(series)) == grown
 
 
 # -- pauses

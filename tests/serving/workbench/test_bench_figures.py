@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,11 @@ from serving.ranks import run_ranks
 from serving.workbench.arms.cells import SERIAL_ARM, Cell, Setting
 from serving.workbench.bench.generate import completions
 from serving.workbench.bench.runtime import auto, overlap
-from serving.workbench.bench.server import fairness, step_times
+from serving.workbench.bench.server import fairness, step
 from serving.workbench.bench.server import load as serve_load
-from serving.workbench.bench.server.figures import Spread
-from serving.workbench.bench.server.load import ServedModel
+from serving.workbench.bench.server.load import ServedModel, Spread
 from serving.workbench.bench.server.requests import Outcome, Server, Status, Task
-from serving.workbench.bench.server.step_times import _BOUNDARIES, Kind, Stopwatch
+from serving.workbench.bench.server.step import _BOUNDARIES, Kind, Stopwatch
 from serving.workbench.bench.statistics import interleave_arms, table
 from serving.workbench.bench.step_setting import Setting as StepSetting
 from serving.workbench.bench.step_setting import open_setting
@@ -71,12 +72,8 @@ def test_no_step_passes_the_bound() -> None:
     step, link = [100.0, 104.0, 98.0], [90.0] * 3
     for split, own in ((120.0, 95.0), (90.0, 97.0), (60.0, 60.0)):
         arms = {"serial_unsplit": [190.0] * 3, "serial_4": [200.0] * 3, "overlapped_4": step, "ideal_4": [99.0] * 3}
-        arms |= {
-            "compute_unsplit": [100.0] * 3,
-            "split_compute_4": [split] * 3,
-            "own_compute_4": [own] * 3,
-            "communication_4": link,
-        }
+        arms |= {"compute_unsplit": [100.0] * 3, "split_compute_4": [split] * 3}
+        arms |= {"own_compute_4": [own] * 3, "communication_4": link}
         result = overlap._lane_result(arms, 4, [4])
         compute = min(split, own)
         assert result.efficiency.median == pytest.approx(max(compute, 90.0) / 100.0)
@@ -176,29 +173,18 @@ def test_only_gaps_while_prompts_are_served_count() -> None:
 
 def test_a_visit_is_written_without_every_gap() -> None:
     alone, mixed = Spread.of([0.01] * 99 + [0.02] * 2), Spread.of([0.01] * 50 + [0.06] * 50)
-    assert alone is not None
-    assert mixed is not None
     expected = {"median_alone_ms": 10.0, "p99_alone_ms": 20.0, "median_mixed_ms": 35.0, "p99_mixed_ms": 60.0}
     assert fairness.Round(alone, mixed, 7.0).as_json() == pytest.approx(expected | {"tokens_per_s": 7.0})
-
-
-class _NoServer:
-    """For an arm."""
-
-    base_url = "http://none"
 
 
 def fake_run(monkeypatch: pytest.MonkeyPatch, gap_s: float) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
     """Let `run` measure nothing; returns what is sent, as (arm, prompts), while it runs."""
     sent: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
-    arms: list[str] = []
+    numbers = count()
 
     @contextmanager
-    def running(model: Path, flags: list[str]) -> Iterator[_NoServer]:
-        server = _NoServer()
-        server.base_url = f"http://arm{len(arms)}"
-        arms.append(server.base_url)
-        yield server
+    def running(model: Path, flags: list[str]) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(base_url=f"http://arm{next(numbers)}")
 
     async def served(server: Server, name: str | None) -> ServedModel:
         return ServedModel("tiny", None)
@@ -245,7 +231,7 @@ def test_streams_that_end_before_the_first_prompt_comes_are_an_error(monkeypatch
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(step_times.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step.time, "perf_counter", lambda: now[0])
     return now
 
 

@@ -24,22 +24,10 @@ from repository import ROOT, TINY_MOE
 from served import wait_until
 
 from serving.cli import main
-from serving.workbench.bench.link import command, deployment
+from serving.workbench.bench.link import command, deployment, report
 from serving.workbench.bench.link import network as networks
 from serving.workbench.bench.link.deployment import Arm, Deployment, Servers
-from serving.workbench.bench.link.network import Network, network
-from serving.workbench.bench.link.probe import probe
-from serving.workbench.bench.link.report import (
-    LOADS,
-    ArmFigures,
-    Load,
-    Run,
-    figures_by_arm,
-    pooled,
-    print_load,
-    print_pooled,
-)
-from serving.workbench.bench.link.tunnel import Speed
+from serving.workbench.bench.link.network import Network, Speed, network, probe
 from ubatch import ConfigError, UBatchError
 
 SHORT = ["--model", str(TINY_MOE), "--loads", "8x32x8", "--blocks", "1", "--repeats", "1"]
@@ -197,56 +185,51 @@ def test_what_links_arms_and_loads_are_called() -> None:
     assert Speed.parse("0.5:1e3") == Speed(0.5, 1000)
     assert Arm.parse("three-lanes").flags[1] == "--ubatch-size=3"
     assert Arm.parse("tuned=--enable-dbo --config 'a b.yaml'") == Arm("tuned", ("--enable-dbo", "--config", "a b.yaml"))
-    assert str(Load.parse("8x32x4")) == "8x32x4: 8 x 32 in, 4 out"
-    tasks = LOADS["mixed"].tasks(TINY_MOE)
+    assert str(report.Load.parse("8x32x4")) == "8x32x4: 8 x 32 in, 4 out"
+    tasks = report.LOADS["mixed"].tasks(TINY_MOE)
     assert [task.index for task in tasks] == list(range(32))
     assert {(len(task.prompt), task.max_tokens) for task in tasks} == {(512, 16), (64, 64)}
-    assert tasks == LOADS["mixed"].tasks(TINY_MOE)
+    assert tasks == report.LOADS["mixed"].tasks(TINY_MOE)
 
 
 # -- figures -------------------------------------------------------------------------------------------------------
 
 
-def a_run(seconds: float, answers: list[str], overlapped: int = 0) -> Run:
+def a_run(seconds: float, answers: list[str], overlapped: int = 0) -> report.Run:
     ends = [seconds * (index + 1) / len(answers) for index in range(len(answers))]
-    return Run(seconds, ends, answers, overlapped, 10)
+    return report.Run(seconds, ends, [*answers], overlapped, 10)
 
 
 def test_figures_compare_with_the_first_arm(capsys: pytest.CaptureFixture[str]) -> None:
     answers = list("abcdefghij" * 4)
     runs = {
         "serial": [a_run(each, answers) for each in (4.0, 4.0, 8.0, 8.0)],
-        "two": [
-            a_run(4.0, answers, 9),
-            a_run(2.0, answers, 9),
-            a_run(8.0, ["x", *answers[1:]], 9),
-            a_run(4.0, answers, 9),
-        ],
+        "two": [a_run(each, answers, 9) for each in (4.0, 2.0, 8.0, 4.0)],
     }
-    figures = figures_by_arm(runs, 2, changed=True)
+    runs["two"][2].answers[0] = "x"
+    figures = report.figures_by_arm(runs, 2, changed=True)
     two = figures["two"]
     assert (two.speedup.median, two.whole.median) == (1.5, 24 / 18)
     assert (figures["serial"].of_fastest, two.of_fastest) == (18 / 24, 1.0)
     assert (figures["serial"].learned, two.learned) == (0.5, 1.0)
     assert (two.same, two.requests, figures["serial"].same) == (39, 40, 40)
     assert (two.overlapped, two.steps) == (36, 40)
-    assert two.halves is not None
     assert two.halves.before.median == two.halves.after.median == 1.5
     assert two.halves.series[0] == [10.0] * 4
-    print_load(LOADS["decode"], figures, {"serial": [9.0], "two": [10.0]})
+    report.print_load(report.LOADS["decode"], figures, {"serial": [9.0], "two": [10.0]})
     shown = capsys.readouterr().out
     assert "39 of 40" in shown
     assert "requests/s by tens, last run: 10.00 10.00 10.00 10.00" in shown
 
 
 def test_all_loads_are_pooled_by_their_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    def figures(serial_s: float, two_s: float) -> dict[str, ArmFigures]:
+    def figures(serial_s: float, two_s: float) -> dict[str, report.ArmFigures]:
         runs = {"serial": [a_run(serial_s, ["a"])] * 2, "two": [a_run(two_s, ["a"])] * 2}
-        return figures_by_arm(runs, 1, changed=False)
+        return report.figures_by_arm(runs, 1, changed=False)
 
     loads = {"prefill": figures(2.0, 1.0), "decode": figures(10.0, 11.0)}
-    assert {name: own.median for name, own in pooled(loads).items()} == {"serial": 1.0, "two": 1.0}
-    print_pooled(loads)
+    assert {name: own.median for name, own in report.pooled(loads).items()} == {"serial": 1.0, "two": 1.0}
+    report.print_pooled(loads)
     assert "all loads (40 steps of serial), whole runs over serial: two 1.00 [0.91, 2.00]" in capsys.readouterr().out
 
 

@@ -19,10 +19,10 @@ from fake_vllm import make_environment, make_interpreter
 from repository import SUPPORT, TINY_MOE
 
 from serving.cli import main
-from serving.workbench.bench.peers.process import Arm, EngineFailed, EngineProcess, running_engine, wait_for_rest
-from serving.workbench.bench.peers.results import OURS, Same, Visit, measure_load, same_tokens
+from serving.workbench.bench.peers.command import OURS, Same, Visit, measure_load, same_tokens
+from serving.workbench.bench.peers.process import Arm, EngineFailed, EngineProcess, running_engine
 from serving.workbench.bench.server.offline import Workload
-from serving.workbench.bench.server.process import with_variables
+from serving.workbench.bench.server.process import wait_for_rest, with_variables
 from ubatch import UBatchError
 
 SETTINGS = {"model": str(TINY_MOE), "dtype": "float32", "threads": 1, "max_model_len": 64, "max_num_seqs": 4}
@@ -126,7 +126,7 @@ def test_ctrl_c_ends_an_engine_at_once(vllm: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_engines_that_compute_are_not_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.workbench.bench.peers.process._REST_S", 0.4)
+    monkeypatch.setattr("serving.workbench.bench.server.process._REST_S", 0.4)
     script = "print(flush=True)\nwhile True: pass"
     busy = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     try:
@@ -192,10 +192,8 @@ def test_each_engine_is_taken_by_its_best_type(capsys: pytest.CaptureFixture[str
     assert len(rests) == 4 * 7 + 4
     assert list(result.arms_ms) == ["ubatch bfloat16", "vllm bfloat16", "ubatch float32", "vllm float32"]
     assert all(len(values) == 3 for values in result.arms_ms.values())
-    assert {name: round(ratio.median, 3) for name, ratio in result.ratio.items()} == {
-        "vllm bfloat16": 1.5,
-        "vllm float32": 4.0,
-    }
+    ratios = {name: round(ratio.median, 3) for name, ratio in result.ratio.items()}
+    assert ratios == {"vllm bfloat16": 1.5, "vllm float32": 4.0}
     assert result.same == {"vllm bfloat16": Same(1, 2, 0.75), "vllm float32": Same(2, 2, 1.0)}
     assert result.tokens_per_s["vllm float32"].median == pytest.approx(10)
     assert list(result.best) == ["vllm"]

@@ -17,10 +17,7 @@ from serving.workbench.bench.options import DECIDING, ENGINE, ReportOptions
 from serving.workbench.bench.provenance import provenance_of, read_provenance, stamp
 from ubatch import ConfigError
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(shutil.which("git") is None, reason="a commit is git's"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(shutil.which("git") is None, reason="a commit is git's")]
 
 
 class Options(ReportOptions):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -26,11 +26,9 @@ from pydantic import Field
 from model_runner import RandomDeepseekV3, RandomQwen3Moe
 from moe.balance import EplbConfig
 from serving.ranks import run_ranks
-from serving.workbench.bench.eplb.counting import measure_counting
-from serving.workbench.bench.eplb.gain import measure_gain
-from serving.workbench.bench.eplb.moving import MOVING, measure_moving
+from serving.workbench.bench.eplb.gain import measure_counting, measure_gain
+from serving.workbench.bench.eplb.moving import MOVING, compare_tokens, measure_moving
 from serving.workbench.bench.eplb.predict import measure_predictions
-from serving.workbench.bench.eplb.same import compare_tokens
 from serving.workbench.bench.eplb.shift import measure_shifts
 from serving.workbench.bench.eplb.skewed import Skew, SkewedModels, open_skewed
 from serving.workbench.bench.statistics import environment
@@ -57,31 +55,27 @@ class Options(StepOptions):
     measures = (*StepOptions.measures, "serving/balance", "serving/workbench/bench/eplb")
     of_random = (*StepOptions.of_random, "experts", "experts_per_token", "expert_size")
 
-    only: Annotated[tuple[Part, ...], Field(description="the parts to measure")] = (*Part,)
-    quick: Annotated[bool, Field(description="few blocks and steps: shows that it runs, not how fast")] = False
-    layers: Annotated[int | None, Field(ge=2, description="of the random model; 3 if not given")] = None
-    experts: Annotated[int, Field(ge=2, description="of a layer of the random model")] = 64
-    experts_per_token: Annotated[int, Field(ge=1, description="of the random model")] = 8
-    expert_size: Annotated[int, Field(ge=1, description="inner size of an expert of the random model")] = 384
-    balancedness: Annotated[
-        float, Field(gt=0, le=1, description="mean / busiest rank of experts in the order of their ids")
-    ] = 0.65
-    exponent: Annotated[float, Field(ge=0, description="of the experts' popularity")] = 1.0
-    redundant_experts: Annotated[int, Field(ge=0, description="experts in addition to the model's own")] = 0
-    window_size: Annotated[int, Field(ge=1, description="steps whose load is looked at")] = 250
-    step_interval: Annotated[int, Field(ge=1, description="steps from one plan to the next")] = 500
-    ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 0.5
-    new_tokens: Annotated[int, Field(ge=1, description="same: generated for every prompt")] = 128
+    only: tuple[Part, ...] = Field((*Part,), description="the parts to measure")
+    quick: bool = Field(False, description="few blocks and steps: shows that it runs, not how fast")
+    layers: int | None = Field(None, ge=2, description="of the random model; 3 if not given")
+    experts: int = Field(64, ge=2, description="of a layer of the random model")
+    experts_per_token: int = Field(8, ge=1, description="of the random model")
+    expert_size: int = Field(384, ge=1, description="inner size of an expert of the random model")
+    balancedness: float = Field(
+        0.65, gt=0, le=1, description="mean / busiest rank of experts in the order of their ids"
+    )
+    exponent: float = Field(1.0, ge=0, description="of the experts' popularity")
+    redundant_experts: int = Field(0, ge=0, description="experts in addition to the model's own")
+    window_size: int = Field(250, ge=1, description="steps whose load is looked at")
+    step_interval: int = Field(500, ge=1, description="steps from one plan to the next")
+    ratio: float = Field(0.5, gt=0, description="communication as a multiple of the compute of two lanes")
+    new_tokens: int = Field(128, ge=1, description="same: generated for every prompt")
 
-    moving_steps: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="moving: steps while experts move, and thrice as many without; prompts are cut to half",
-        ),
-    ] = 500
+    moving_steps: int = Field(
+        500, ge=1, description="moving: steps while experts move, and thrice as many without; prompts are cut to half"
+    )
 
-    shifts: Annotated[int, Field(ge=1, description="shift: how often others become popular, in each mode")] = 3
+    shifts: int = Field(3, ge=1, description="shift: how often others become popular, in each mode")
 
     @property
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:
@@ -109,9 +103,7 @@ class Options(StepOptions):
     def eplb(self) -> EplbConfig:
         """How experts are balanced."""
         return EplbConfig(
-            num_redundant_experts=self.redundant_experts,
-            window_size=self.window_size,
-            step_interval=self.step_interval,
+            num_redundant_experts=self.redundant_experts, window_size=self.window_size, step_interval=self.step_interval
         )
 
     @property

@@ -1,12 +1,19 @@
-"""What balanced experts gain: steps without, with, and with perfect balance; in one lane, and in two under DBO.
+"""What balanced experts gain, and what counting their load costs.
+
+Gain: steps without, with, and with perfect balance; in one lane, and in two under DBO.
 
 of_possible   (with - without) / (perfect - without), in throughput
 possible      perfect / without, in throughput; below `LEAST_POSSIBLE` there is nothing to measure
 both          throughput of DBO and balance together over that of the better one alone
+
+Counting: the counts of all layers, and a copy of them, timed alone. The kernel is called as a step calls it when it has
+no map to apply; with a map the counts come with it. A copy is made every step here, which is more often than a server
+makes one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +21,25 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from serving.workbench.bench.eplb.skewed import SkewedModels
-from serving.workbench.bench.statistics import Arm, Interval, Rows, fastest, paired, print_arms, resampled, table
-from serving.workbench.bench.step_setting import interleave_on_ranks
+from moe.expert_map import map_and_count
+from serving.workbench.arms.cells import Cell, Grid, make_batch
+from serving.workbench.bench.eplb.skewed import SkewedModels, expert_loads, sparse_layers
+from serving.workbench.bench.statistics import (
+    Arm,
+    Interval,
+    Rows,
+    bootstrap,
+    fastest,
+    paired,
+    print_arms,
+    resampled,
+    table,
+)
+from serving.workbench.bench.step_setting import StepSetting, interleave_on_ranks
+from ubatch.schedules import SERIAL
 
 LEAST_POSSIBLE = 1.15
 _LANES = {"serial": 1, "dbo": 2}
@@ -75,15 +97,15 @@ def measure_gain(models: SkewedModels, blocks: int) -> GainResult:
         return found[f"{name} {lanes}"]
 
     alone = fastest(found, ("with serial", "without dbo"))
-    return GainResult(
-        models.link.bytes_per_s,
-        {name: models.balancedness(name) for name in models.settings},
-        {lanes: paired(of("without", lanes), of("with", lanes)) for lanes in _LANES},
-        {lanes: paired(of("without", lanes), of("perfect", lanes)) for lanes in _LANES},
-        {lanes: share_of_possible(*(of(name, lanes) for name in ("without", "with", "perfect"))) for lanes in _LANES},
-        paired(found[alone], of("with", "dbo")),
-        found,
+    balancedness = {name: models.balancedness(name) for name in models.settings}
+    gain, possible = (
+        {lanes: paired(of("without", lanes), of(name, lanes)) for lanes in _LANES} for name in ("with", "perfect")
     )
+    shares = {
+        lanes: share_of_possible(*(of(name, lanes) for name in ("without", "with", "perfect"))) for lanes in _LANES
+    }
+    both = paired(found[alone], of("with", "dbo"))
+    return GainResult(models.link.bytes_per_s, balancedness, gain, possible, shares, both, found)
 
 
 def _side_by_side(steps: Mapping[str, Callable[[], float]], turns: int) -> Arm:
@@ -115,3 +137,63 @@ def share_of_possible(without: Sequence[float], balanced: Sequence[float], perfe
         return (own - least) / (1 - least)
 
     return resampled(len(without), share)
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+_CALLS, _CONTEXT = 50, 128
+
+
+@dataclass(frozen=True)
+class CountingResult:
+    """Figures by kind of step, `prefill` (the measured batch) and `decode` (one token of as many requests).
+
+    Attributes:
+        counting_us: of all layers of a step, and of one copy of the counts.
+        share: of the step's time.
+        arms_ms: raw block means, slowest rank.
+    """
+
+    counting_us: Mapping[str, Interval]
+    share: Mapping[str, Interval]
+    arms_ms: Mapping[str, Sequence[float]]
+
+    def print(self) -> None:
+        print("\ncounting, timed alone")
+        rows = [(kind, self.counting_us[kind], self.share[kind]) for kind in self.share]
+        print(table({"step": "", "us": ".1f", "share": ".3%"}, rows))
+
+
+def measure_counting(models: SkewedModels, blocks: int) -> CountingResult:
+    """Time counting, and steps beside it. Every rank calls it; all get the same."""
+    setting = models.settings["without"]
+    runner, batch = setting.runner, setting.batch
+    loads = expert_loads(runner)
+    layers, top_k = len(sparse_layers(runner)), runner.config.num_experts_per_tok
+    random = torch.Generator().manual_seed(0)
+
+    def counting(tokens: int) -> Callable[[], float]:
+        ids = torch.rand(tokens, runner.config.num_experts, generator=random).topk(top_k).indices
+
+        def run() -> float:
+            before = time.perf_counter()
+            for _ in range(_CALLS):
+                for layer in range(layers):
+                    map_and_count(ids, None, loads.of_layer(layer))
+                loads.snapshot()
+            return (time.perf_counter() - before) * 1e3 / _CALLS
+
+        return run
+
+    sizes = {"prefill": batch.num_tokens, "decode": len(batch.shares)}
+    arms: dict[str, Arm] = {f"{kind} counting": counting(tokens) for kind, tokens in sizes.items()}
+    grid = Grid(("decode",), sizes["decode"], 0, _CONTEXT, 0, 0)
+    with make_batch(runner, Cell("decode", sizes["decode"]), grid, dist.get_rank()) as decodes:
+        decode = StepSetting(runner, decodes, models.link)
+        arms |= {"prefill": partial(setting.timed, SERIAL), "decode": partial(decode.timed, SERIAL)}
+        found = interleave_on_ranks(arms, blocks, "counting")
+        decode.close()
+    counting_us = {kind: bootstrap([ms * 1e3 for ms in found[f"{kind} counting"]]) for kind in sizes}
+    share = {kind: paired(found[f"{kind} counting"], found[kind]) for kind in sizes}
+    return CountingResult(counting_us, share, found)

@@ -66,7 +66,7 @@ def measure_predictions(models: SkewedModels, blocks: int) -> PredictResult:
     balanced = models.settings["perfect"]
     lanes = balanced.schedule(_LANES)
     kinds = {"one by one": lanes.one_by_one(), "overlapped": lanes}
-    split = SplitCompute(balanced, lanes, ("split", "split_compute", "communication"))
+    split = SplitCompute(balanced, lanes)
     arms: dict[str, Arm] = {"split": split}
     for name in ("without", "with"):
         for kind, schedule in kinds.items():

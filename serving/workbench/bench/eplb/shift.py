@@ -24,16 +24,9 @@ from moe import ExpertPlacement
 from moe.balance import EplbConfig, Floats, part_steps, plan_placement
 from serving.balance.balancer import Balancer
 from serving.balance.load_book import LoadBook
-from serving.workbench.bench.eplb.skewed import (
-    SkewedModels,
-    expert_loads,
-    loads_of,
-    open_batch,
-    placement_of,
-    set_biases,
-    skewed_order,
-)
+from serving.workbench.bench.eplb import skewed
 from serving.workbench.bench.statistics import table
+from serving.workbench.bench.step_setting import open_batch
 from ubatch.schedules import SERIAL
 
 GOOD = 0.9
@@ -77,7 +70,7 @@ class ShiftResult:
         print(table(head, rows))
 
 
-def measure_shifts(models: SkewedModels, config: EplbConfig, balancedness: float, shifts: int) -> ShiftResult:
+def measure_shifts(models: skewed.SkewedModels, config: EplbConfig, balancedness: float, shifts: int) -> ShiftResult:
     """Shift popularity again and again. Every rank calls it; all get the same.
 
     Args:
@@ -95,18 +88,18 @@ def measure_shifts(models: SkewedModels, config: EplbConfig, balancedness: float
             found[mode] = []
             for number in range(shifts):
                 server.run(window + number * interval // shifts)
-                placement = placement_of(server.setting)
-                order = skewed_order(models.loads["without"], placement, balancedness, random)
-                set_biases(server.setting.runner, models.biases.gather(1, order))
+                placement = skewed.placement_of(server.setting)
+                order = skewed.skewed_order(models.loads["without"], placement, balancedness, random)
+                skewed.set_biases(server.setting.runner, models.biases.gather(1, order))
                 found[mode].append(server.recover(2 * limit))
-    set_biases(models.settings["with"].runner, models.biases)
+    skewed.set_biases(models.settings["with"].runner, models.biases)
     return ShiftResult(window, interval, most, found)
 
 
 class _Server:
     """The ranks step and tell their loads; rank 0 plans."""
 
-    def __init__(self, models: SkewedModels, config: EplbConfig) -> None:
+    def __init__(self, models: skewed.SkewedModels, config: EplbConfig) -> None:
         self._rearranger, self._stack = models.rearranger, ExitStack()
         runner = models.settings["with"].runner
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -117,7 +110,7 @@ class _Server:
         self._loop = asyncio.new_event_loop()
         self._orders: list[tuple[ExpertPlacement, Sequence[int]]] = []
         self._counts = self._snapshot()
-        self._book = LoadBook(placement_of(self.setting), window_size=config.window_size)
+        self._book = LoadBook(skewed.placement_of(self.setting), window_size=config.window_size)
         expert_bytes, link = self._rearranger.mover.expert_bytes, models.link.bytes_per_s
         self._balancer = Balancer(config, self._book, self._send, expert_bytes, link if link < float("inf") else None)
         self._number = 0
@@ -140,10 +133,10 @@ class _Server:
     def recover(self, most: int) -> Shift:
         """Run until the experts are balanced for what is popular now."""
         with self._rearranger.paused():
-            loads = np.sum([loads_of(self.setting) for _ in range(self._part)], axis=0)
+            loads = np.sum([skewed.loads_of(self.setting) for _ in range(self._part)], axis=0)
         self._counts = self._snapshot()
         begun, before = self._begun, self._balance(loads)
-        best = float(plan_placement(loads, placement_of(self.setting)).balancedness(loads).mean())
+        best = float(plan_placement(loads, skewed.placement_of(self.setting)).balancedness(loads).mean())
         for steps in range(1, most + 1):
             self._run_step()
             if self._balance(loads) >= GOOD * best:
@@ -151,7 +144,7 @@ class _Server:
         return Shift(before, best, None, self._begun - begun)
 
     def _balance(self, loads: Floats) -> float:
-        return float(placement_of(self.setting).balancedness(loads).mean())
+        return float(skewed.placement_of(self.setting).balancedness(loads).mean())
 
     @property
     def _begun(self) -> int:
@@ -190,4 +183,4 @@ class _Server:
         self._orders.append((placement, layers))
 
     def _snapshot(self) -> torch.Tensor:
-        return expert_loads(self.setting.runner).snapshot()
+        return skewed.expert_loads(self.setting.runner).snapshot()

@@ -13,7 +13,7 @@ layer, but so that the busiest rank has the load that was asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from model_runner import ModelRunner, Step
 from model_runner.balance import MoveNews
 from moe import EmulatedLink, ExpertLoads, ExpertPlacement, FusedMoEModularKernel, Router
 from moe.balance import EplbConfig, Floats, Ints, plan_placement
-from serving.workbench.bench.step_setting import StepOptions, StepSetting, prefill_batch
-from ubatch import CommGroup, Schedule, UBatchConfig, UBatchError
+from serving.workbench.bench.step_setting import StepOptions, StepSetting, open_batch
+from ubatch import CommGroup, Schedule, UBatchError
 from ubatch.schedules import SERIAL
 
 WINDOW = 8
@@ -82,20 +82,24 @@ class UniformSetting(StepSetting):
 
     def __init__(self, runner: ModelRunner, batch: Step, link: EmulatedLink) -> None:
         super().__init__(runner, batch, link)
-        self._layers = sparse_layers(runner)
-        self._own = [mlp.router for mlp in self._layers]
-        experts = runner.config.num_experts
-        self._uniform = [UniformRouter(router, experts, number) for number, router in enumerate(self._own)]
+        self._layers, experts = sparse_layers(runner), runner.config.num_experts
+        self._uniform = [UniformRouter(mlp.router, experts, number) for number, mlp in enumerate(self._layers)]
 
     def step(self, schedule: Schedule) -> Tensor:
-        self._set(self._uniform)
-        try:
+        with _routed(self._layers, self._uniform):
             return super().step(schedule)
-        finally:
-            self._set(self._own)
 
-    def _set(self, routers: Sequence[Router]) -> None:
-        for mlp, router in zip(self._layers, routers, strict=True):
+
+@contextmanager
+def _routed(layers: Sequence[Any], routers: Sequence[Router]) -> Iterator[None]:
+    """Within, MoE layers have these routers."""
+    own = [mlp.router for mlp in layers]
+    try:
+        for mlp, router in zip(layers, routers, strict=True):
+            mlp.router = router
+        yield
+    finally:
+        for mlp, router in zip(layers, own, strict=True):
             mlp.router = router
 
 
@@ -177,38 +181,26 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
     Args:
         eplb: settings of `with`.
     """
-    group = CommGroup.from_process_group(timeout_s=300.0)
-    link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
-    config = UBatchConfig(schedule=options.schedule, timeout_s=300.0)
-    given: dict[str, Any] = {
-        **{"group": group, "all2all_backend": options.all2all_backend, "link": link, "dbo": config},
-        "dtype": options.torch_dtype,
-    }
+    group, link = CommGroup.from_process_group(timeout_s=300.0), options.link()
 
-    def prompts(batch: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(batch * group.size + rank)
-        size = (options.sequences, options.sequence_length)
-        found: list[list[int]] = torch.randint(0, vocabulary, size, generator=generator).tolist()
-        return found
+    def steps_of(
+        runner: ModelRunner, batch: int = 0, kind: type[StepSetting] = StepSetting
+    ) -> AbstractContextManager[StepSetting]:
+        prompts = options.prompts(runner.config.vocab_size, batch * group.size + rank)
+        return open_batch(runner, prompts, link, kind)
+
+    def loads_of_batch(batch: int) -> Floats:
+        with steps_of(plain, batch) as other:
+            return loads_of(other)
 
     with ExitStack() as stack:
-
-        def open_runner(**more: Any) -> ModelRunner:
-            return stack.enter_context(ModelRunner(model, **given, **more))
-
-        def setting(runner: ModelRunner, kind: type[StepSetting] = StepSetting) -> StepSetting:
-            return stack.enter_context(open_batch(runner, prompts(0), link, kind))
-
-        def loads_of_batch(batch: int) -> Floats:
-            with open_batch(plain, prompts(batch), link) as other:
-                return loads_of(other)
-
-        balanced = open_runner(enable_eplb=True, eplb_config=eplb)
-        plain = open_runner(experts_backend=balanced.experts_backend)
-        vocabulary = plain.config.vocab_size
+        enter = stack.enter_context
+        balanced = enter(options.runner(model, group, link, enable_eplb=True, eplb_config=eplb))
+        plain = enter(options.runner(model, group, link, experts_backend=balanced.experts_backend))
         settings = {
-            **{"without": setting(plain), "with": setting(balanced)},
-            "perfect": setting(balanced, UniformSetting),
+            "without": enter(steps_of(plain)),
+            "with": enter(steps_of(balanced)),
+            "perfect": enter(steps_of(balanced, kind=UniformSetting)),
         }
         biases = _skewed_biases(plain, settings["without"], skew)
         for runner in (plain, balanced):
@@ -219,23 +211,6 @@ def open_skewed(rank: int, options: StepOptions, model: Path, skew: Skew, eplb: 
         rearranger.finish()
         loads = {name: loads_of(each) for name, each in settings.items()}
         yield SkewedModels(settings, loads, link, rearranger, biases)
-
-
-@contextmanager
-def open_batch(
-    runner: ModelRunner,
-    prompts: Sequence[Sequence[int]],
-    link: EmulatedLink,
-    kind: type[StepSetting] = StepSetting,
-) -> Iterator[StepSetting]:
-    """Steps that prefill these prompts."""
-    setting = kind(runner, prefill_batch(runner, prompts), link)
-    try:
-        yield setting
-    finally:
-        setting.close()
-        for share in setting.batch.shares:
-            runner.release(share.request)
 
 
 def prompts_of(setting: StepSetting) -> list[list[int]]:
@@ -337,11 +312,8 @@ def _logit_spread(runner: ModelRunner, setting: StepSetting) -> list[float]:
     """The standard deviation of every layer's logits, the same on every rank."""
     layers = sparse_layers(runner)
     spies = [_Spy(mlp.router) for mlp in layers]
-    for mlp, spy in zip(layers, spies, strict=True):
-        mlp.router = spy
-    setting.step(SERIAL)
-    for mlp, spy in zip(layers, spies, strict=True):
-        mlp.router = spy.router
+    with _routed(layers, spies):
+        setting.step(SERIAL)
     spread = torch.tensor([spy.spread for spy in spies])
     dist.broadcast(spread, 0)
     return [float(each) for each in spread]

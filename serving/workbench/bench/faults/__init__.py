@@ -1,16 +1,12 @@
 """`ubatch bench faults`: engines die, hang and fail while requests run; the answers must be those of a server where
 nothing happens.
 
-    answers, asked    the requests, and what comes of them
-    compare, referee  whether it is right: a pure rule, and a server that is not disturbed
-    victims, load     the servers that are, and requests that run meanwhile
+    answers           the requests, and what comes of them
+    referee           whether it is right: a pure rule, and a server that is not disturbed
+    shared            what the sections share, what was promised, and requests that run meanwhile
     kill              SIGKILL of a random engine, in several configurations
     others            SIGSTOP, exceptions, too little memory; requests that kill engines; the limit of restarts
     pause, cost, soak how long a stream stands still; throughput when nothing fails; what grows
     nodes             a second machine that is killed and comes back, or is cut off
-    judge, command    what was promised; flags, tables, and the verdict
+    command           flags, and the verdict
 """
-
-from serving.workbench.bench.faults.command import Options, run
-
-__all__ = ["Options", "run"]

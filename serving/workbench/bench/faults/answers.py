@@ -1,25 +1,19 @@
-"""Requests of `ubatch bench faults`, and everything that their answers say: texts, tokens, log-probabilities, ends."""
+"""Requests of `ubatch bench faults`: half of them streamed, half sampled, each with something that a restart could
+break; and everything that their answers say: texts, tokens, log-probabilities, ends."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-import msgspec
 
-from serving.workbench.bench.server.requests import (
-    RequestFailed,
-    Server,
-    decode_answer,
-    message_of,
-    read_events,
-    refused,
-)
+from serving.workbench.bench.server.requests import RequestFailed, Server, read_answer, read_payloads
 
 _PATH = "/v1/completions"
 
@@ -100,31 +94,6 @@ class Answer:
     status: int | None = None
 
 
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    text: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Payload(msgspec.Struct):
-    choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode = msgspec.json.Decoder(_Payload).decode
-
-
 async def ask(
     server: Server, client: httpx.AsyncClient, asked: Asked, told: Callable[[Answer], object] = lambda _: None
 ) -> Answer:
@@ -134,17 +103,12 @@ async def ask(
     try:
         async with client.stream("POST", _PATH, json=asked.body(server.model)) as response:
             answer.status = response.status_code
-            if response.status_code != httpx.codes.OK:
-                content = await response.aread()
-                answer.code = _code_of(content)
-                raise refused(response, content)
-            if asked.stream:
-                await _read_stream(response, answer, told)
-            else:
-                _take(answer, await response.aread())
-                told(answer)
+            async with aclosing(read_payloads(response, stream=asked.stream)) as payloads:
+                async for payload, _ in payloads:
+                    _take(answer, payload)
+                    told(answer)
     except (httpx.HTTPError, RequestFailed) as failure:
-        answer.error = f"{type(failure).__name__}: {failure}"
+        answer.error, answer.code = f"{type(failure).__name__}: {failure}", getattr(failure, "code", None)
     return answer
 
 
@@ -154,19 +118,9 @@ async def ask_all(server: Server, requests: Sequence[Asked]) -> list[Answer]:
         return list(await asyncio.gather(*(ask(server, client, each) for each in requests)))
 
 
-async def _read_stream(response: httpx.Response, answer: Answer, told: Callable[[Answer], object]) -> None:
-    async with aclosing(read_events(response)) as events:
-        async for payload, _ in events:
-            _take(answer, payload)
-            told(answer)
-
-
 def _take(answer: Answer, payload: bytes) -> None:
     """Add a whole answer, or an event of a stream."""
-    read = decode_answer(_decode, payload)
-    if read.error is not None:
-        answer.code = _code_of(payload)
-        raise RequestFailed(message_of(read.error))
+    read = read_answer(payload)
     if read.usage is not None:
         answer.completion_tokens = read.usage.completion_tokens
     for each in read.choices:
@@ -185,11 +139,56 @@ def _take(answer: Answer, payload: bytes) -> None:
             answer.times.append(time.monotonic())
 
 
-def _code_of(content: bytes) -> str | None:
-    """The code of an error of the API, if it has one."""
-    try:
-        error = _decode(content).error
-    except msgspec.MsgspecError:
-        return None
-    code = error.get("code") if isinstance(error, dict) else None
-    return None if code is None else str(code)
+# -- which requests ----------------------------------------------------------------------------------------------------
+
+
+_STOP_CHARACTERS = 6
+_SCHEMA: Mapping[str, Any] = {"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 60}
+_ENDLESS: Mapping[str, Any] = {"ignore_eos": True}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "plain": _ENDLESS,
+    "stop string": _ENDLESS,
+    "logprobs": {**_ENDLESS, "logprobs": 3},
+    "two outputs": {**_ENDLESS, "n": 2},
+    "penalties": {**_ENDLESS, "frequency_penalty": 0.3, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+    "min_tokens": {},
+    "json schema": {"structured_outputs": {"json": _SCHEMA}},
+    "truncated": {**_ENDLESS, "top_k": 40, "top_p": 0.9},
+}
+"""Name -> fields. The stop string and the stop token come from the first answers (`with_stops`)."""
+
+
+def make_requests(pool: Sequence[int], count: int, max_tokens: int, seed: int = 0) -> list[Asked]:
+    """The requests, the same for the same arguments; `pool` has tokens that are plain text.
+
+    Request i is streamed if i is odd, sampled if bit 1 is set, and of kind i // 4; every fourth round of kinds has no
+    seed, and asks for log-probabilities, by which it can be checked.
+    """
+    rng, kinds, made = random.Random(seed), list(KINDS), []
+    for index in range(count):
+        kind = kinds[index // 4 % len(kinds)]
+        fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, **KINDS[kind]}
+        if index & 2:
+            fields["temperature"] = 0.8
+            unseeded = (index // (4 * len(kinds)) + index // 4) % 4 == 3
+            fields |= {"logprobs": 1} if unseeded else {"seed": rng.getrandbits(31)}
+        prompt = tuple(rng.choices(pool, k=rng.randint(8, 64)))
+        made.append(Asked(kind, prompt, bool(index & 1), fields))
+    return made
+
+
+def with_stops(requests: Sequence[Asked], answers: Sequence[Answer]) -> list[Asked]:
+    """The requests, with the stop string or stop token of those that get one, taken from their answers without it: a
+    string that ends two thirds of the way, and a token that comes early, but may end the output only after that."""
+    return [_with_stop(*pair) for pair in zip(requests, answers, strict=True)]
+
+
+def _with_stop(asked: Asked, answer: Answer) -> Asked:
+    text, tokens = answer.choices[0].text, answer.choices[0].tokens
+    more: dict[str, Any] = {}
+    if asked.kind == "stop string" and len(text) > _STOP_CHARACTERS:
+        begin = len(text) * 2 // 3
+        more = {"stop": [text[begin : begin + _STOP_CHARACTERS]]}
+    elif asked.kind == "min_tokens" and tokens:
+        more = {"stop_token_ids": [tokens[len(tokens) // 4]], "min_tokens": asked.fields["max_tokens"] * 3 // 4}
+    return replace(asked, fields={**asked.fields, **more})

@@ -1,74 +1,29 @@
-"""The command: its flags, its sections, and its verdict."""
+"""The command: its sections, and its verdict."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
-from pydantic import Field
-
-from serving.arguments.fields import Flag
-from serving.workbench.bench.faults.asked import make_requests, with_stops
+from serving.workbench.bench.faults.answers import make_requests, with_stops
 from serving.workbench.bench.faults.kill import run_kills
 from serving.workbench.bench.faults.nodes import run_nodes
-from serving.workbench.bench.faults.others import run_others
+from serving.workbench.bench.faults.others import run_limit, run_others, run_poison
 from serving.workbench.bench.faults.pause import run_cost, run_pause, run_soak
-from serving.workbench.bench.faults.poison import run_limit, run_poison
 from serving.workbench.bench.faults.referee import FLAGS, Referee
-from serving.workbench.bench.faults.setting import Found, Setting, Sizes
-from serving.workbench.bench.faults.victims import Subject, subject
+from serving.workbench.bench.faults.shared import SECTIONS, Found, Options, Setting
 from serving.workbench.bench.link.command import signals_end_it
-from serving.workbench.bench.options import SERVER, Checkpoint, Dtype, ReportOptions
 from serving.workbench.bench.server.load import token_pool
+from serving.workbench.bench.server.process import subject
 from ubatch import ConfigError
 
-SECTIONS: Mapping[str, Callable[[Setting], Found]] = {
-    "kill": run_kills,
-    "others": run_others,
-    "poison": run_poison,
-    "limit": run_limit,
-    "pause": run_pause,
-    "cost": run_cost,
-    "soak": run_soak,
-    "nodes": run_nodes,
-}
+_RUNS = dict(
+    zip(SECTIONS, (run_kills, run_others, run_poison, run_limit, run_pause, run_cost, run_soak, run_nodes), strict=True)
+)
 _VARIETY = 4
 """Requests that are made for each that runs at a time."""
-_QUICK = Sizes(kills=2, configurations=1, pauses=1, blocks=2, soak_s=6.0, every_s=3.0)
-
-
-class Options(ReportOptions):
-    """What to disturb, and how often."""
-
-    unwritten = frozenset({"model"})
-    measures = (*SERVER, "serving/workbench/bench/faults")
-
-    model: Annotated[
-        Checkpoint,
-        Flag(positional=True),
-        Field(
-            description="folder of a Hugging Face checkpoint; of up to 1,024 tokens, so that edges of draws are exact"
-        ),
-    ]
-    only: Annotated[tuple[str, ...], Field(description=f"sections: {', '.join(SECTIONS)}; all if none")] = ()
-    kills: Annotated[int, Field(ge=1, description="engines killed in each configuration")] = 10
-    streams: Annotated[int, Field(ge=8, description="requests that run all the time")] = 64
-    output_len: Annotated[int, Field(ge=16, description="their tokens")] = 200
-    pauses: Annotated[int, Field(ge=1, description="kills whose pause is measured, and cold starts")] = 5
-    blocks: Annotated[int, Field(ge=2, description="A B B A blocks of cost; 160 for figures to quote")] = 40
-    minutes: Annotated[float, Field(gt=0, description="of soak")] = 2.0
-    every_s: Annotated[float, Field(gt=0, description="seconds between two kills of soak")] = 20.0
-    timeout_s: Annotated[float, Field(ge=2, description="the servers', where a rank hangs or a link is cut")] = 5.0
-    dtype: Annotated[Dtype, Field(description="in bfloat16 texts may differ; their rate is shown")] = "float32"
-    quick: Annotated[bool, Field(description="the least of everything, to try the command")] = False
-
-    @property
-    def sizes(self) -> Sizes:
-        if self.quick:
-            return _QUICK
-        return Sizes(self.kills, 5, self.pauses, self.blocks, 60 * self.minutes, self.every_s)
+_QUICK = {"kills": 2, "pauses": 1, "blocks": 2, "minutes": 0.1, "every_s": 3.0, "streams": 16, "output_len": 48}
 
 
 def run(options: Options) -> int:
@@ -78,14 +33,14 @@ def run(options: Options) -> int:
         ConfigError: no section has that name.
         ServerFailed: a server did not start.
     """
-    unknown = set(options.only) - SECTIONS.keys()
+    unknown = set(options.only).difference(SECTIONS)
     if unknown:
         raise ConfigError(f"--only {' '.join(sorted(unknown))}: no such section. There are: {', '.join(SECTIONS)}.")
     found: dict[str, Found] = {}
-    with signals_end_it(), _setting(options) as setting:
+    with signals_end_it(), _setting(options.model_copy(update=_QUICK) if options.quick else options) as setting:
         for name in options.only or SECTIONS:
             print(f"\n{name}", flush=True)
-            found[name] = SECTIONS[name](setting)
+            found[name] = _RUNS[name](setting)
             print("\n".join(f"FAULT: {fault}" for fault in found[name].faults), flush=True)
     faults = [fault for each in found.values() for fault in each.faults]
     options.write({**{name: each.figures for name, each in found.items()}, "faults": faults})
@@ -96,19 +51,11 @@ def run(options: Options) -> int:
 @contextmanager
 def _setting(options: Options) -> Iterator[Setting]:
     """The undisturbed server, which runs all the time, and its answers."""
-    flags = (f"--dtype={options.dtype}",)
-    with subject(options.model, [*flags, *FLAGS]) as undisturbed:
-        referee = Referee(undisturbed.server, options.model)
-        yield asyncio.run(_ask(options, undisturbed, referee, flags))
+    with subject(options.model, [*options.flags, *FLAGS]) as undisturbed:
+        yield asyncio.run(_ask(options, Referee(undisturbed.server, options.model)))
 
 
-async def _ask(options: Options, undisturbed: Subject, referee: Referee, flags: tuple[str, ...]) -> Setting:
-    pool = await token_pool(undisturbed.server)
-    streams, tokens = (16, 48) if options.quick else (options.streams, options.output_len)
-    first = make_requests(pool, _VARIETY * streams, tokens)
+async def _ask(options: Options, referee: Referee) -> Setting:
+    first = make_requests(await token_pool(referee.server), _VARIETY * options.streams, options.output_len)
     requests = with_stops(first, await referee.references(first))
-    references = await referee.references(requests)
-    exact = options.dtype == "float32"
-    return Setting(
-        options.model, flags, requests, references, referee, options.sizes, streams, options.timeout_s, exact
-    )
+    return Setting(options, requests, await referee.references(requests), referee)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from serving.workbench.bench.faults.compare import Verdict
-from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
-from serving.workbench.bench.faults.load import NotHealthy, kill_engines, running_load
-from serving.workbench.bench.faults.referee import Tally
-from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, LANES, UNLIMITED, Found, Setting
-from serving.workbench.bench.faults.victims import Ended, Subject, by_reason
+from serving.workbench.bench.faults import shared
+from serving.workbench.bench.faults.referee import Tally, Verdict
 from serving.workbench.bench.server.load import read_metrics
+from serving.workbench.bench.server.process import Ended, Subject, by_reason
 from serving.workbench.bench.server.requests import Server
 from serving.workbench.bench.statistics import table
 
@@ -26,7 +23,7 @@ _ALONE_S, _SIGNS_S = 2.0, 60.0
 """Shortest and longest time before the first kill, in seconds."""
 CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
     "one rank": (),
-    "DP 2, EP, DBO": (*EXPERT_PARALLEL, *LANES),
+    "DP 2, EP, DBO": (*shared.EXPERT_PARALLEL, *shared.LANES),
     "TP 2": ("--tensor-parallel-size=2", "--enable-expert-parallel"),
     "ngram drafts": ("--speculative-algorithm=ngram",),
     "tiny KV, prefix cache": ("--max-model-len=512", "--kv-cache-memory=3M"),
@@ -37,28 +34,22 @@ SHOWN: Mapping[str, str] = {
     "ngram drafts": "accepted",
     "tiny KV, prefix cache": "preempted",
 }
-"""Name -> what must have happened there before anything is killed, by `Signs`."""
+"""Name -> what must have happened there before anything is killed."""
+_SIGNS = {
+    "ubatch:steps_total": "overlapped",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+    "vllm:num_preemptions_total": "preempted",
+}
+"""Metric -> steps that overlapped, drafted tokens that were accepted, requests that were retracted."""
 
 
-@dataclass(frozen=True)
-class Signs:
-    """What a server has done so far: steps that overlapped, drafted tokens that were accepted, requests that were
-    retracted."""
-
-    overlapped: int
-    accepted: int
-    preempted: int
-
-
-async def read_signs(server: Server) -> Signs:
-    """From `/metrics`."""
-    overlapped = accepted = preempted = 0
+async def read_signs(server: Server) -> Counter[str]:
+    """What a server has done so far, by the names in `_SIGNS`: from `/metrics`."""
+    signs = Counter(dict.fromkeys(_SIGNS.values(), 0))
     for sample in await read_metrics(server):
-        if sample.name == "ubatch:steps_total" and sample.labels["outcome"].startswith("engaged"):
-            overlapped += int(sample.value)
-        accepted += int(sample.value) if sample.name == "vllm:spec_decode_num_accepted_tokens_total" else 0
-        preempted += int(sample.value) if sample.name == "vllm:num_preemptions_total" else 0
-    return Signs(overlapped, accepted, preempted)
+        if sample.name in _SIGNS and sample.labels.get("outcome", "engaged").startswith("engaged"):
+            signs[_SIGNS[sample.name]] += int(sample.value)
+    return signs
 
 
 @dataclass(frozen=True)
@@ -74,66 +65,59 @@ class Killed:
     name: str
     kills: int
     seconds: float
-    tally: Tally
+    answers: Tally
     restarts: Mapping[str, int]
-    signs: Signs
+    signs: Mapping[str, int]
     ended: Ended
     unhealthy: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name not in ("tally", "ended", "signs")}
-        more = {"answers": self.tally.as_json(), "ended": asdict(self.ended), "signs": asdict(self.signs)}
-        return own | more
 
     def faults(self, *, exact: bool) -> list[str]:
         sign = SHOWN.get(self.name)
         found = [self.unhealthy] if self.unhealthy else []
-        if sign is not None and not getattr(self.signs, sign):
+        if sign is not None and not self.signs[sign]:
             found.append(f"nothing was {sign}: another configuration is needed to show anything")
-        found += faults_of_answers(self.tally, exact=exact)
+        found += shared.faults_of_answers(self.answers, exact=exact)
         if self.unhealthy is None:
-            found += faults_of_restarts(self.restarts, self.kills)
-        found += faults_of_end(self.ended)
+            found += shared.faults_of_restarts(self.restarts, self.kills)
+        found += shared.faults_of_end(self.ended)
         return [f"kill, {self.name}: {each}" for each in found]
 
 
-def run_kills(setting: Setting) -> Found:
+def run_kills(setting: shared.Setting) -> shared.Found:
     """Kill engines in every configuration; prints each when it ends."""
     done, faults = [], []
-    for name, flags in list(CONFIGURATIONS.items())[: setting.sizes.configurations]:
-        with setting.server(UNLIMITED, *flags) as subject:
-            parts = asyncio.run(_kill(setting, subject, name))
-            killed = Killed(name, ended=subject.end(), **parts)
+    for name, flags in list(CONFIGURATIONS.items())[: 1 if setting.options.quick else None]:
+        with setting.server(shared.UNLIMITED, *flags) as subject:
+            killed = asyncio.run(_kill(setting, subject, name))
         done.append(killed)
         faults += killed.faults(exact=setting.exact)
         _print(done[-1:], head=len(done) == 1)
-    return Found([each.as_json() for each in done], faults)
+    return shared.Found(done, faults)
 
 
-async def _kill(setting: Setting, subject: Subject, name: str) -> dict[str, Any]:
+async def _kill(setting: shared.Setting, subject: Subject, name: str) -> Killed:
     rng, unhealthy = random.Random(name), None
-    async with running_load(subject, setting.requests, setting.streams) as load:
+    async with shared.running_load(subject, setting.requests, setting.options.streams) as load:
         signs = await _wait_for_signs(subject.server, SHOWN.get(name))
         begun = time.monotonic()
         try:
-            await kill_engines(subject, load, setting.sizes.kills, rng, between_s=_BETWEEN_S, again_s=AGAIN_S)
-        except NotHealthy as error:
+            await shared.kill_engines(
+                subject, load, setting.options.kills, rng, between_s=_BETWEEN_S, again_s=shared.AGAIN_S
+            )
+        except shared.NotHealthy as error:
             unhealthy = str(error)
         seconds = time.monotonic() - begun
-    tally = await setting.referee.tally(load.cases(setting.references))
+    answers = await setting.referee.tally(load.cases(setting.references))
     restarts = dict(await subject.restarts())
-    return {
-        **{"kills": load.kills, "seconds": seconds, "tally": tally, "restarts": restarts, "signs": signs},
-        "unhealthy": unhealthy,
-    }
+    return Killed(name, load.kills, seconds, answers, restarts, signs, subject.end(), unhealthy)
 
 
-async def _wait_for_signs(server: Server, wanted: str | None) -> Signs:
+async def _wait_for_signs(server: Server, wanted: str | None) -> Counter[str]:
     """What the server has done after a while: until the sign that is wanted shows."""
     begun = time.monotonic()
     await asyncio.sleep(_ALONE_S)
     signs = await read_signs(server)
-    while wanted is not None and not getattr(signs, wanted) and time.monotonic() - begun < _SIGNS_S:
+    while wanted is not None and not signs[wanted] and time.monotonic() - begun < _SIGNS_S:
         await asyncio.sleep(_LOOK_S)
         signs = await read_signs(server)
     return signs
@@ -143,12 +127,12 @@ def _print(done: Sequence[Killed], *, head: bool) -> None:
     names = ("kills", "s", "restarts", "resumed", "requests", *(each.value for each in Verdict), "left over")
     rows = []
     for each in done:
-        counts = [each.tally.counts[verdict] for verdict in Verdict]
+        counts = [each.answers.counts[verdict] for verdict in Verdict]
         restarts = sum(by_reason(each.restarts).values())
         resumed = each.restarts.get("resumed", 0)
         left = len(each.ended.processes) + len(each.ended.files)
         rows.append(
-            (each.name.ljust(24), each.kills, each.seconds, restarts, resumed, each.tally.requests, *counts, left)
+            (each.name.ljust(24), each.kills, each.seconds, restarts, resumed, each.answers.requests, *counts, left)
         )
     lines = table(dict.fromkeys(("".ljust(24), *(each.rjust(9) for each in names)), "9.0f"), rows).splitlines()
     print("\n".join(lines if head else lines[1:]), flush=True)

@@ -15,16 +15,23 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from serving.ranks import free_port
+from serving.workbench.bench.faults import shared
 from serving.workbench.bench.faults.answers import Answer, Asked
-from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end
-from serving.workbench.bench.faults.load import Load, kill, running_load
-from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, UNLIMITED, Found, Setting
-from serving.workbench.bench.faults.victims import Subject, all_pids, by_reason, runs, subject
 from serving.workbench.bench.link.network import INTERFACE, Network, network
-from serving.workbench.bench.server.process import UBATCH, ServerProcess, end_group, started_server
+from serving.workbench.bench.server.process import (
+    UBATCH,
+    ServerProcess,
+    Subject,
+    by_reason,
+    end_group,
+    pids_of,
+    runs,
+    started_server,
+    subject,
+)
 from serving.workbench.bench.statistics import table
 from ubatch import ConfigError
 
@@ -65,7 +72,7 @@ class _Second:
     def ranks(self) -> list[int]:
         """Process ids of its ranks."""
         group = self.launcher.process.pid
-        return [pid for pid in all_pids() if pid != group and runs(pid) and os.getsid(pid) == group]
+        return [pid for pid in pids_of([group]) if pid != group and runs(pid)]
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class Cut:
     restarts: int
 
 
-def run_nodes(setting: Setting) -> Found:
+def run_nodes(setting: shared.Setting) -> shared.Found:
     """All faults; skipped, by name, where this user cannot have namespaces."""
     try:
         with network() as joined:
@@ -90,74 +97,65 @@ def run_nodes(setting: Setting) -> Found:
             ended_s, said, more = _not_healed(setting, joined)
     except ConfigError as error:
         print(f"  skipped: {error}", flush=True)
-        return Found({"skipped": str(error)})
+        return shared.Found({"skipped": str(error)})
     tally = asyncio.run(setting.referee.tally(cases))
-    faults = [*faults, *faults_of_answers(tally, exact=setting.exact), *more]
-    print(
-        table(
-            {"": "", "healthy again, s": ".1f", "restarts": ""}, [(e.name, e.again_s, str(e.restarts)) for e in healed]
-        )
-    )
+    faults = [*faults, *shared.faults_of_answers(tally, exact=setting.exact), *more]
+    rows = [(each.name, each.again_s, str(each.restarts)) for each in healed]
+    print(table({"": "", "healthy again, s": ".1f", "restarts": ""}, rows))
     print("  " + ", ".join(f"{count} {name}" for name, count in tally.counts.items()))
-    print(
-        f"  cut for ever: both ended after {ended_s:.1f} s" if ended_s else "  cut for ever: not both ended", flush=True
-    )
-    figures = {
-        "healed": [asdict(each) for each in healed],
-        "answers": tally.as_json(),
-        "ended_s": ended_s,
-        "said": said,
-    }
-    return Found(figures, [f"nodes: {each}" for each in faults])
+    both = f"both ended after {ended_s:.1f} s" if ended_s else "not both ended"
+    print(f"  cut for ever: {both}", flush=True)
+    figures = {"healed": healed, "answers": tally, "ended_s": ended_s, "said": said}
+    return shared.Found(figures, [f"nodes: {each}" for each in faults])
 
 
 @contextmanager
-def _two_machines(setting: Setting, joined: Network, timeout_s: float) -> Iterator[tuple[Subject, _Second]]:
+def _two_machines(setting: shared.Setting, joined: Network, timeout_s: float) -> Iterator[tuple[Subject, _Second]]:
     """A server with a rank on each machine; the block runs on the first."""
     first = joined.hosts[0]
     with first.entered(), ExitStack() as stack:
-        shared = ["--nnodes=2", f"--master-addr={first.address}", f"--master-port={free_port()}", UNLIMITED]
-        shared += [f"--timeout-s={timeout_s}", *EXPERT_PARALLEL]
-        command = [*UBATCH, "serve", str(setting.model), "--node-rank=1", *shared, *setting.flags]
+        common = ["--nnodes=2", f"--master-addr={first.address}", f"--master-port={free_port()}", shared.UNLIMITED]
+        common += [f"--timeout-s={timeout_s}", *shared.EXPERT_PARALLEL]
+        command = [*UBATCH, "serve", str(setting.options.model), "--node-rank=1", *common, *setting.options.flags]
         second = _Second(joined, command, "/tmp", stack)
         second.start()
-        flags = [*shared, *setting.flags]
-        server = stack.enter_context(subject(setting.model, flags, variables={"GLOO_SOCKET_IFNAME": INTERFACE}))
+        flags = [*common, *setting.options.flags]
+        server = stack.enter_context(subject(setting.options.model, flags, variables={"GLOO_SOCKET_IFNAME": INTERFACE}))
         yield server, second
 
 
-def _healed(setting: Setting, joined: Network) -> tuple[list[Cut], list[Case], list[str]]:
-    with _two_machines(setting, joined, _PATIENT * setting.timeout_s) as (server, second):
+def _healed(setting: shared.Setting, joined: Network) -> tuple[list[Cut], list[Case], list[str]]:
+    with _two_machines(setting, joined, _PATIENT * setting.options.timeout_s) as (server, second):
         done, cases = asyncio.run(_disturb(setting, server, second))
         ended = server.end()
     faults = [f"{each.name}: the server did not come back" for each in done if each.again_s is None]
-    return done, cases, faults + faults_of_end(ended)
+    return done, cases, faults + shared.faults_of_end(ended)
 
 
-async def _disturb(setting: Setting, server: Subject, second: _Second) -> tuple[list[Cut], list[Case]]:
+async def _disturb(setting: shared.Setting, server: Subject, second: _Second) -> tuple[list[Cut], list[Case]]:
     done: list[Cut] = []
-    async with running_load(server, setting.requests, _STREAMS) as load:
+    async with shared.running_load(server, setting.requests, _STREAMS) as load:
         for name in ("rank", "launcher", "cut, healed"):
-            if await server.wait_healthy(AGAIN_S) is None:
+            if await server.wait_healthy(shared.AGAIN_S) is None:
                 break
             await asyncio.sleep(_PROGRESS_S)
             before = await server.restarts()
             begun = time.monotonic()
             await _harm(name, setting, server, second)
             await _serves_again(server, second, load, begun)
-            again_s = await server.wait_healthy(AGAIN_S)
+            again_s = await server.wait_healthy(shared.AGAIN_S)
             took_s = None if again_s is None else time.monotonic() - begun
             restarts = by_reason(await server.restarts() - before)
             done.append(Cut(name, took_s, sum(restarts.values())))
     return done, load.cases(setting.references)
 
 
-async def _harm(name: str, setting: Setting, server: Subject, second: _Second) -> None:
+async def _harm(name: str, setting: shared.Setting, server: Subject, second: _Second) -> None:
     """Do it; returns when it is over."""
     link = second.joined.link
     if name == "rank":
         if ranks := second.ranks():
-            kill(random.Random(0).choice(ranks))
+            shared.kill(random.Random(0).choice(ranks))
     elif name == "launcher":
         os.killpg(second.launcher.process.pid, signal.SIGKILL)
         end_group(second.launcher.process)
@@ -165,14 +163,14 @@ async def _harm(name: str, setting: Setting, server: Subject, second: _Second) -
         second.start()
     else:
         link.cut()
-        await asyncio.sleep(1.5 * _PATIENT * setting.timeout_s)
+        await asyncio.sleep(1.5 * _PATIENT * setting.options.timeout_s)
         link.cut(cut=False)
 
 
-async def _serves_again(server: Subject, second: _Second, load: Load, begun: float) -> None:
+async def _serves_again(server: Subject, second: _Second, load: shared.Load, begun: float) -> None:
     """Wait until something new has come in every stream; a launcher that has ended is started again meanwhile."""
     streams = [times for times, asked in zip(load.times, load.requests, strict=False) if asked.stream]
-    while server.alive and time.monotonic() - begun < AGAIN_S:
+    while server.alive and time.monotonic() - begun < shared.AGAIN_S:
         if second.launcher.process.poll() is not None:
             second.start()
         if (
@@ -183,15 +181,15 @@ async def _serves_again(server: Subject, second: _Second, load: Load, begun: flo
         await asyncio.sleep(_LOOK_S)
 
 
-def _not_healed(setting: Setting, joined: Network) -> tuple[float | None, list[str], list[str]]:
+def _not_healed(setting: shared.Setting, joined: Network) -> tuple[float | None, list[str], list[str]]:
     """Cut the link for ever: seconds until both have ended, their last lines, and the faults."""
-    most_s = _MOST_SILENCES * setting.timeout_s
-    with _two_machines(setting, joined, setting.timeout_s) as (server, second):
+    most_s = _MOST_SILENCES * setting.options.timeout_s
+    with _two_machines(setting, joined, setting.options.timeout_s) as (server, second):
         asyncio.run(_load_for(server, setting.requests, _PROGRESS_S))
         joined.link.cut()
         begun = time.monotonic()
         both = (server.process.process, second.launcher.process)
-        while any(each.poll() is None for each in both) and time.monotonic() - begun < most_s + AGAIN_S:
+        while any(each.poll() is None for each in both) and time.monotonic() - begun < most_s + shared.AGAIN_S:
             time.sleep(_LOOK_S)
         ended_s = time.monotonic() - begun if all(each.poll() is not None for each in both) else None
         joined.link.cut(cut=False)
@@ -209,5 +207,5 @@ def _not_healed(setting: Setting, joined: Network) -> tuple[float | None, list[s
 
 
 async def _load_for(server: Subject, requests: Sequence[Asked], seconds: float) -> None:
-    async with running_load(server, requests, _STREAMS, wait=False):
+    async with shared.running_load(server, requests, _STREAMS, wait=False):
         await asyncio.sleep(seconds)

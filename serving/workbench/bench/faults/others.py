@@ -1,4 +1,5 @@
-"""The part of `ubatch bench faults` with other faults than a signal that kills: ranks that hang, steps that fail."""
+"""The parts of `ubatch bench faults` with other faults than a signal that kills: ranks that hang, steps that fail; and
+those in which engines fail too often: by a request that kills them, and by chance."""
 
 from __future__ import annotations
 
@@ -8,18 +9,19 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from serving.workbench.bench.faults import shared
+from serving.workbench.bench.faults.answers import Answer, Asked, ask_all
 from serving.workbench.bench.faults.faulty import FOLDER, PROGRAM
-from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_restarts
-from serving.workbench.bench.faults.load import kill, running_load
-from serving.workbench.bench.faults.referee import Tally
-from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, LANES, UNLIMITED, Found, Setting
-from serving.workbench.bench.faults.victims import Subject, by_reason
+from serving.workbench.bench.faults.referee import Tally, Verdict
+from serving.workbench.bench.server.process import Ended, Subject, by_reason
 from serving.workbench.bench.statistics import table
+from ubatch import UBatchError
 
 _PROGRESS_S = 1.0
 _LOOK_S = 0.02
@@ -48,34 +50,33 @@ class Disturbed:
         broken = {
             "could not be done": not self.happened,
             "/health never told it": self.happened and self.noticed_s is None,
-            f"the server did not come back within {AGAIN_S:g} s": self.noticed_s is not None and self.again_s is None,
+            f"the server did not come back within {shared.AGAIN_S:g} s": self.noticed_s is not None
+            and self.again_s is None,
             f"it was noticed after {self.noticed_s or 0:.1f} s": (self.noticed_s or 0) > timeout_s + _NOTICED_LATER_S,
         }
         return [f"others, {self.name}: {what}" for what, is_so in broken.items() if is_so]
 
 
-def run_others(setting: Setting) -> Found:
+def run_others(setting: shared.Setting) -> shared.Found:
     """One server of two ranks that overlap; the faults come one after the other while requests run."""
-    flags = (UNLIMITED, f"--timeout-s={setting.timeout_s}", *EXPERT_PARALLEL, *LANES)
+    flags = (shared.UNLIMITED, f"--timeout-s={setting.options.timeout_s}", *shared.EXPERT_PARALLEL, *shared.LANES)
     with (
         tempfile.TemporaryDirectory() as folder,
         setting.server(*flags, program=PROGRAM, variables={FOLDER: folder}) as subject,
     ):
         done, tally, restarts = asyncio.run(_disturb(setting, subject, Path(folder)))
         ended = subject.end()
-    faults = [fault for each in done for fault in each.faults(setting.timeout_s)]
-    found = [
-        *faults_of_answers(tally, exact=setting.exact),
-        *faults_of_restarts(restarts, 10 * len(done)),
-        *faults_of_end(ended),
-    ]
+    faults = [fault for each in done for fault in each.faults(setting.options.timeout_s)]
+    found = shared.faults_of_answers(tally, exact=setting.exact) + shared.faults_of_restarts(restarts, 10 * len(done))
+    found += shared.faults_of_end(ended)
     faults += [f"others: {each}" for each in found]
-    _print(done, tally)
-    figures = {"faults": [asdict(each) for each in done], "answers": tally.as_json(), "ended": asdict(ended)}
-    return Found(figures, faults)
+    _print_disturbed(done, tally)
+    return shared.Found({"faults": done, "answers": tally, "ended": ended}, faults)
 
 
-async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[list[Disturbed], Tally, dict[str, int]]:
+async def _disturb(
+    setting: shared.Setting, subject: Subject, folder: Path
+) -> tuple[list[Disturbed], Tally, dict[str, int]]:
     ways: dict[str, Callable[[], Awaitable[bool]]] = {
         "SIGSTOP": partial(_stop_rank, subject),
         "exception inside a step": partial(_tell, subject, folder / "raise"),
@@ -83,17 +84,17 @@ async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[li
         "exception inside a lane": partial(_tell, subject, folder / "lane"),
     }
     done = []
-    async with running_load(subject, setting.requests, setting.streams) as load:
+    async with shared.running_load(subject, setting.requests, setting.options.streams) as load:
         for name, way in ways.items():
-            if await subject.wait_healthy(AGAIN_S) is None:
+            if await subject.wait_healthy(shared.AGAIN_S) is None:
                 break
             await asyncio.sleep(_PROGRESS_S)
             before, begun = await subject.restarts(), time.monotonic()
-            health = asyncio.create_task(subject.wait_sick(setting.timeout_s + AGAIN_S))
+            health = asyncio.create_task(subject.wait_sick(setting.options.timeout_s + shared.AGAIN_S))
             happened = await way()
             noticed_s = await health if happened else None
             health.cancel()
-            again_s = None if noticed_s is None else await subject.wait_healthy(AGAIN_S)
+            again_s = None if noticed_s is None else await subject.wait_healthy(shared.AGAIN_S)
             restarts = by_reason(await subject.restarts() - before)
             done.append(Disturbed(name, happened, noticed_s, again_s, restarts))
             if subject.alive and time.monotonic() - begun < _PROGRESS_S:
@@ -104,13 +105,13 @@ async def _disturb(setting: Setting, subject: Subject, folder: Path) -> tuple[li
 
 async def _stop_rank(subject: Subject) -> bool:
     engines = list(subject.engines().values())
-    return bool(engines) and kill(random.Random(0).choice(engines), signal.SIGSTOP)
+    return bool(engines) and shared.kill(random.Random(0).choice(engines), signal.SIGSTOP)
 
 
 async def _tell(subject: Subject, order: Path) -> bool:
     """Leave an order for the engines; whether one of them has taken it."""
     order.touch()
-    deadline = time.monotonic() + AGAIN_S / 2
+    deadline = time.monotonic() + shared.AGAIN_S / 2
     while order.exists() and subject.alive and time.monotonic() < deadline:
         await asyncio.sleep(_LOOK_S)
     taken = not order.exists()
@@ -118,7 +119,7 @@ async def _tell(subject: Subject, order: Path) -> bool:
     return taken
 
 
-def _print(done: list[Disturbed], tally: Tally) -> None:
+def _print_disturbed(done: list[Disturbed], tally: Tally) -> None:
     head: dict[str, str] = {"": "", "noticed, s": ".1f", "healthy again, s": ".1f", "restarts": ""}
     rows: list[tuple[Any, ...]] = []
     for each in done:
@@ -126,3 +127,125 @@ def _print(done: list[Disturbed], tally: Tally) -> None:
         rows.append((each.name, each.noticed_s, each.again_s, reasons or "-"))
     print(table(head, rows))
     print("  " + ", ".join(f"{count} {name}" for name, count in tally.counts.items()), flush=True)
+
+
+# -- a request that kills ----------------------------------------------------------------------------------------------
+
+
+_CODE = "poisonous_request"
+_DEFAULT_RESTARTS = 3
+_BETWEEN_S = (0.3, 1.0)
+_AGAIN_S = 60.0
+_FEW = 8
+_WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "raises, one rank": ("raise", ()),
+    "raises, DP 2": ("raise", shared.EXPERT_PARALLEL),
+    "segfaults, DP 2": ("segfault", shared.EXPERT_PARALLEL),
+}
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """What came of a request that kills engines, and of the others beside it."""
+
+    name: str
+    seconds: float
+    status: int | None
+    code: str | None
+    error: str | None
+    others: Tally
+    restarts: Mapping[str, int]
+    ended: Ended
+
+    def faults(self, *, exact: bool) -> list[str]:
+        broken = {
+            "the poisonous request was answered": self.error is None,
+            f"it ended with {self.error}, code {self.code}": self.error is not None and self.code != _CODE,
+            f"it ended with HTTP status {self.status}": self.error is not None and self.status != 500,
+        }
+        found = [what for what, is_so in broken.items() if is_so]
+        found += shared.faults_of_answers(self.others, exact=exact) + shared.faults_of_end(self.ended)
+        return [f"poison, {self.name}: {each}" for each in found]
+
+
+def run_poison(setting: shared.Setting) -> shared.Found:
+    """A request that ends an engine in every step that has it, among others; with the default limits of restarts."""
+    done, faults = [], []
+    for name, (how, flags) in _WAYS.items():
+        stream = how == "segfault"
+        with tempfile.TemporaryDirectory() as folder:
+            token = _unused_token(setting)
+            (Path(folder) / "poison").write_text(f"{token} {how}")
+            with setting.server(*flags, program=PROGRAM, variables={FOLDER: folder}) as subject:
+                poisoned = asyncio.run(_ask_with(setting, subject, name, token, stream=stream))
+        done.append(poisoned)
+        faults += poisoned.faults(exact=setting.exact)
+    _print_poisoned(done)
+    return shared.Found(done, faults)
+
+
+async def _ask_with(setting: shared.Setting, subject: Subject, name: str, token: int, *, stream: bool) -> Poisoned:
+    """Send all requests, one of them poisoned, at once."""
+    requests = list(setting.requests[: setting.options.streams])
+    place = len(requests) // 2
+    poisonous = Asked("poisonous", (*requests[place].prompt, token), stream, {"max_tokens": 20, "temperature": 0})
+    requests[place] = poisonous
+    begun = time.monotonic()
+    answers = await asyncio.wait_for(ask_all(subject.server, requests), 10 * _AGAIN_S)
+    seconds = time.monotonic() - begun
+    cases = list(zip(requests, setting.references[: setting.options.streams], answers, strict=True))
+    del cases[place]
+    told, restarts = answers[place], dict(await subject.restarts())
+    others = await setting.referee.tally(cases)
+    return Poisoned(name, seconds, told.status, told.code, told.error, others, restarts, subject.end())
+
+
+def _unused_token(setting: shared.Setting) -> int:
+    """A token that no request has, and that none is answered with."""
+    used = {token for asked in setting.requests for token in asked.prompt}
+    used |= {token for answer in setting.references for choice in answer.choices for token in choice.tokens}
+    unused = set(range(1, setting.referee.vocab_size)) - used
+    if not unused:
+        raise UBatchError("every token of the vocabulary is in a request; give fewer --streams.")
+    return max(unused)
+
+
+def _print_poisoned(done: list[Poisoned]) -> None:
+    head = {"a request that": "", "s": ".0f", "restarts": "", "it ended with": "", "others": "", "equal": ""}
+    rows = []
+    for each in done:
+        restarts = ", ".join(f"{count} {name}" for name, count in each.restarts.items() if count) or "-"
+        equal = str(each.others.counts[Verdict.EQUAL])
+        end = each.code or str(each.error)[:60]
+        rows.append((each.name, each.seconds, restarts, end, str(each.others.requests), equal))
+    print(table(head, rows), flush=True)
+
+
+# -- the limit ---------------------------------------------------------------------------------------------------------
+
+
+def run_limit(setting: shared.Setting) -> shared.Found:
+    """Kill engines of a server with the default limits until it ends."""
+    with setting.server() as subject:
+        kills, answers = asyncio.run(_kill_until_it_ends(setting, subject))
+        ended, last = subject.end(), subject.log().splitlines()[-1:]
+    # A request that was sent after the end was refused by nobody.
+    failed = [each.error for each in answers if each.error is not None and each.status is not None]
+    unnamed = [error for error in failed if "rank 0" not in error]
+    broken = {
+        f"the server ended after {kills} kills": kills != _DEFAULT_RESTARTS + 1,
+        f"its last line does not name the rank: {last}": not any("rank 0" in line for line in last),
+        f"a request ended without the rank's name: {unnamed[:1]}": unnamed,
+    }
+    found = [what for what, is_so in broken.items() if is_so] + shared.faults_of_end(ended, status=1)
+    print(f"  ended after {kills} kills with status {ended.status}: {' '.join(last)}", flush=True)
+    return shared.Found({"kills": kills, "ended": ended, "said": last}, [f"limit: {each}" for each in found])
+
+
+async def _kill_until_it_ends(setting: shared.Setting, subject: Subject) -> tuple[int, list[Answer]]:
+    async with shared.running_load(subject, setting.requests, _FEW) as load:
+        with suppress(shared.NotHealthy):
+            most = 2 * _DEFAULT_RESTARTS + 2
+            rng = random.Random(0)
+            await shared.kill_engines(subject, load, most, rng, between_s=_BETWEEN_S, again_s=_AGAIN_S, twice=False)
+    return load.kills, [answer for _, answer in load.answers]

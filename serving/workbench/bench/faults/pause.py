@@ -15,25 +15,21 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
 
 from serving.engine.kept import SharedMemory, StepRecord
-from serving.workbench.bench.cores import on_cores, split_cores
+from serving.workbench.bench.faults import shared
 from serving.workbench.bench.faults.answers import Asked
-from serving.workbench.bench.faults.judge import faults_of_answers, faults_of_end, faults_of_series, trend
-from serving.workbench.bench.faults.load import Load, kill, running_load
 from serving.workbench.bench.faults.referee import Tally
-from serving.workbench.bench.faults.setting import AGAIN_S, EXPERT_PARALLEL, UNLIMITED, Found, Setting
-from serving.workbench.bench.faults.victims import Footprint, Subject, footprint, subject
-from serving.workbench.bench.peers.process import cpu_seconds, wait_for_rest
 from serving.workbench.bench.server.load import token_pool
 from serving.workbench.bench.server.offline import make_served_model
+from serving.workbench.bench.server.process import Footprint, Subject, cpu_seconds, footprint, subject, wait_for_rest
 from serving.workbench.bench.server.requests import GREEDY, greedy_tasks, send_and_check
-from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, table
+from serving.workbench.bench.statistics import bootstrap, interleave_arms, on_cores, paired, split_cores, table
 from ubatch import UBatchError
 
 _MOST_PAUSE, _LEAST_THROUGHPUT = 0.5, 0.99
@@ -60,32 +56,28 @@ class Pause:
     streams: Sequence[float]
 
 
-def run_pause(setting: Setting) -> Found:
+def run_pause(setting: shared.Setting) -> shared.Found:
     """Kill a rank of a server of two ranks with 100 million parameters; compare with its own start."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_served_model(Path(folder))
-        flags = [*setting.flags, *EXPERT_PARALLEL, UNLIMITED, "--kv-cache-memory=512M"]
+        flags = [*setting.options.flags, *shared.EXPERT_PARALLEL, shared.UNLIMITED, "--kv-cache-memory=512M"]
         starts_s = []
-        for _ in range(min(_COLD_STARTS, setting.sizes.pauses) - 1):
+        for _ in range(min(_COLD_STARTS, setting.options.pauses) - 1):
             with subject(model, flags) as server:
                 starts_s.append(server.start_s)
         with subject(model, flags) as server:
             starts_s.append(server.start_s)
-            pauses = asyncio.run(_pauses(server, setting.sizes.pauses))
+            pauses = asyncio.run(_pauses(server, setting.options.pauses))
             ended = server.end()
-    every = [median(each.streams) for each in pauses]
+    every, last = ([of(each.streams) for each in pauses] for of in (median, max))
     ratio = median(every) / median(starts_s)
     print(f"  start to healthy     {bootstrap(starts_s):.2f} s, {len(starts_s)} starts")
     print(f"  noticed after        {bootstrap([each.noticed for each in pauses]):.2f} s, {len(pauses)} kills")
-    print(f"  then to the next token {bootstrap(every):.2f} s; the last stream's {median(map(_last, pauses)):.2f} s")
+    print(f"  then to the next token {bootstrap(every):.2f} s; the last stream's {median(last):.2f} s")
     print(f"  of a start           {ratio:.2f}", flush=True)
     faults = [f"a stream stands still for {ratio:.2f} of a start"] if ratio > _MOST_PAUSE else []
-    figures = {"starts_s": starts_s, "pauses": [asdict(each) for each in pauses], "ratio": ratio}
-    return Found(figures, [f"pause: {each}" for each in [*faults, *faults_of_end(ended)]])
-
-
-def _last(pause: Pause) -> float:
-    return max(pause.streams)
+    figures = {"starts_s": starts_s, "pauses": pauses, "ratio": ratio}
+    return shared.Found(figures, [f"pause: {each}" for each in [*faults, *shared.faults_of_end(ended)]])
 
 
 async def _pauses(server: Subject, count: int) -> list[Pause]:
@@ -93,9 +85,9 @@ async def _pauses(server: Subject, count: int) -> list[Pause]:
     fields = {"max_tokens": _STREAM_TOKENS, **GREEDY}
     requests = [Asked("plain", tuple(rng.choices(pool, k=16)), True, fields) for _ in range(_STREAMS)]
     found = []
-    async with running_load(server, requests, len(requests), wait=False) as load:
+    async with shared.running_load(server, requests, len(requests), wait=False) as load:
         for _ in range(count):
-            if await server.wait_healthy(AGAIN_S) is None:
+            if await server.wait_healthy(shared.AGAIN_S) is None:
                 raise UBatchError("the server is not healthy again, so that no pause can be measured.")
             await _wait_for_tokens(load, time.monotonic())
             await asyncio.sleep(_SETTLE_S)
@@ -103,12 +95,12 @@ async def _pauses(server: Subject, count: int) -> list[Pause]:
     return found
 
 
-async def _pause(server: Subject, load: Load, rng: random.Random) -> Pause:
+async def _pause(server: Subject, load: shared.Load, rng: random.Random) -> Pause:
     killed = time.time()
     since = time.monotonic()
-    kill(rng.choice(list(server.engines().values())))
+    shared.kill(rng.choice(list(server.engines().values())))
     noticed: float | None = None
-    while noticed is None and time.time() - killed < AGAIN_S:
+    while noticed is None and time.time() - killed < shared.AGAIN_S:
         await asyncio.sleep(_LOOK_S)
         noticed = next((each for each in errors_at(server.log()) if each > killed - 0.001), None)
     if noticed is None:
@@ -123,12 +115,12 @@ def errors_at(log: str) -> list[float]:
     return [calendar.timegm(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3 for at, ms in pairs]
 
 
-async def _wait_for_tokens(load: Load, since: float) -> list[float]:
+async def _wait_for_tokens(load: shared.Load, since: float) -> list[float]:
     """Wait until every stream has got something after this time; returns when the first came, of each."""
-    deadline = time.monotonic() + AGAIN_S
+    deadline = time.monotonic() + shared.AGAIN_S
     while (first := tokens_after(load.times, since)) is None:
         if time.monotonic() > deadline:
-            raise UBatchError(f"a stream got nothing for {AGAIN_S:g} s.")
+            raise UBatchError(f"a stream got nothing for {shared.AGAIN_S:g} s.")
         await asyncio.sleep(_LOOK_S)
     return first
 
@@ -144,7 +136,7 @@ def tokens_after(streams: Sequence[Sequence[float]], since: float) -> list[float
 # -- throughput when nothing fails
 
 
-def run_cost(setting: Setting) -> Found:
+def run_cost(setting: shared.Setting) -> shared.Found:
     """Pairs of servers, one of which may restart its engines; one server at a time has a load, in turns A B B A.
 
     All processes of a server share a core, and the client has the others: what restarts cost in any of them makes the
@@ -153,8 +145,8 @@ def run_cost(setting: Setting) -> Found:
     """
     found: dict[str, list[float]] = defaultdict(list)
     arms = [("on", _ON), ("off", _OFF)]
-    pairs = min(_PAIRS, setting.sizes.blocks)
-    blocks = math.ceil(setting.sizes.blocks / pairs)
+    pairs = min(_PAIRS, setting.options.blocks)
+    blocks = math.ceil(setting.options.blocks / pairs)
     for pair in range(pairs):
         for name, values in _pair(setting, dict(arms if pair % 2 else arms[::-1]), blocks).items():
             found[name] += values
@@ -166,18 +158,14 @@ def run_cost(setting: Setting) -> Found:
         print(f"  {name:4} {bootstrap([tokens / each for each in found[name]]):.0f} tokens/s")
     print(f"  throughput, on over off                {ratio:.3f}, {len(found['on'])} blocks")
     print(f"  the server's processor time, likewise  {processor:.3f}")
-    print(
-        f"  a step's record, alone                 {1e6 * record_s:.1f} us, {record_s / step_s:.2%} of a step",
-        flush=True,
-    )
-    faults = (
-        [f"cost: throughput with restarts is {ratio:.3f} of that without"] if ratio.median < _LEAST_THROUGHPUT else []
-    )
+    record = f"{1e6 * record_s:.1f} us, {record_s / step_s:.2%} of a step"
+    print(f"  a step's record, alone                 {record}", flush=True)
+    fault = f"cost: throughput with restarts is {ratio:.3f} of that without"
     figures = {"seconds": found, "ratio": ratio, "processor": processor, "record_s": record_s, "step_s": step_s}
-    return Found(figures, faults)
+    return shared.Found(figures, [fault] if ratio.median < _LEAST_THROUGHPUT else [])
 
 
-def _pair(setting: Setting, flags: Mapping[str, str], blocks: int) -> Mapping[str, list[float]]:
+def _pair(setting: shared.Setting, flags: Mapping[str, str], blocks: int) -> Mapping[str, list[float]]:
     """Seconds of a turn, by server, and those of processors; a mean of two for each block."""
     one, others = split_cores()
     with ExitStack() as stack:
@@ -218,35 +206,39 @@ def time_record(requests: int) -> float:
 # -- what grows
 
 
-def run_soak(setting: Setting) -> Found:
+def run_soak(setting: shared.Setting) -> shared.Found:
     """Kill a rank again and again; what the API process holds must not grow."""
-    with setting.server(UNLIMITED, *EXPERT_PARALLEL) as server:
+    with setting.server(shared.UNLIMITED, *shared.EXPERT_PARALLEL) as server:
         series, kills, tally = asyncio.run(_soak(setting, server))
         ended = server.end()
     rows = [(str(number), each.resident / 1e6, each.descriptors, each.threads) for number, each in enumerate(series, 1)]
     print(table({"after kill": "", "MB": ".1f", "descriptors": "d", "threads": "d"}, rows))
     for name in ("resident", "descriptors", "threads"):
-        line = trend([float(getattr(each, name)) for each in series])
+        line = shared.trend([float(getattr(each, name)) for each in series])
         if line is not None:
             print(f"  {name}: {line.growth:+.3g} [{line.low:+.3g}, {line.high:+.3g}] over all")
-    faults = [*faults_of_series(series), *faults_of_answers(tally, exact=setting.exact), *faults_of_end(ended)]
+    faults = [
+        *shared.faults_of_series(series),
+        *shared.faults_of_answers(tally, exact=setting.exact),
+        *shared.faults_of_end(ended),
+    ]
     if len(series) < kills:
         faults.append(f"the server came back after {len(series)} of {kills} kills")
-    figures = {"series": [asdict(each) for each in series], "kills": kills, "answers": tally.as_json()}
-    return Found(figures, [f"soak: {each}" for each in faults])
+    figures = {"series": series, "kills": kills, "answers": tally}
+    return shared.Found(figures, [f"soak: {each}" for each in faults])
 
 
-async def _soak(setting: Setting, server: Subject) -> tuple[list[Footprint], int, Tally]:
+async def _soak(setting: shared.Setting, server: Subject) -> tuple[list[Footprint], int, Tally]:
     """What the API process holds, shortly before each kill but the first."""
-    rng, series, sizes = random.Random(1), [], setting.sizes
-    ends = time.monotonic() + sizes.soak_s
-    async with running_load(server, setting.requests, _FEW) as load:
+    rng, series, options = random.Random(1), [], setting.options
+    ends = time.monotonic() + 60 * options.minutes
+    async with shared.running_load(server, setting.requests, _FEW) as load:
         await asyncio.sleep(_SETTLE_S)
         while time.monotonic() < ends and server.alive:
             if engines := list(server.engines().values()):
-                load.kills += kill(rng.choice(engines))
-            await asyncio.sleep(sizes.every_s)
-            if await server.wait_healthy(AGAIN_S) is None:
+                load.kills += shared.kill(rng.choice(engines))
+            await asyncio.sleep(options.every_s)
+            if await server.wait_healthy(shared.AGAIN_S) is None:
                 break
             series.append(footprint(server.pid))
     return series, load.kills, await setting.referee.tally(load.cases(setting.references))

@@ -4,7 +4,7 @@
         for every load, --repeats times       send it; the same requests for every arm
 
 An arm's two servers are in a network namespace each, on a core each, with one thread. What joins them is TCP over a
-link with delay and rate, see `tunnel`.
+link with delay and rate, see `network`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,9 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
+from serving.workbench.bench.link import report
 from serving.workbench.bench.link.deployment import ARMS, Arm, Deployment, Servers, deployed
-from serving.workbench.bench.link.network import Network, network
-from serving.workbench.bench.link.probe import Probe, probe
-from serving.workbench.bench.link.report import (
-    LOADS,
-    Load,
-    Run,
-    figures_by_arm,
-    pooled,
-    print_load,
-    print_pooled,
-    send_load,
-    warm_up,
-)
-from serving.workbench.bench.link.tunnel import Speed
+from serving.workbench.bench.link.network import Network, Probe, Speed, network, probe
 from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.offline import make_served_model
 from serving.workbench.bench.server.requests import Server
@@ -57,7 +45,7 @@ def _read(kind: Any) -> Any:
 _Text = PlainSerializer(str, when_used="json")
 _Links = tuple[Annotated[Speed, _read(Speed), _Text], ...]
 _Arms = tuple[Annotated[Arm, _read(Arm), _Text], ...]
-_Loads = tuple[Annotated[Load, _read(Load), _Text], ...]
+_Loads = tuple[Annotated[report.Load, _read(report.Load), _Text], ...]
 
 
 class Options(ReportOptions):
@@ -65,38 +53,34 @@ class Options(ReportOptions):
 
     measures = (*SERVER, "serving/workbench/bench/link")
 
-    model: Annotated[
-        Checkpoint | None, Field(description="folder of a Hugging Face checkpoint; random weights if not given")
-    ] = None
-    random: Random = "qwen3-moe"
-    links: Annotated[
-        _Links,
-        Flag(metavar="US:MBIT/S ...", default="0:0 100:2000 500:600 1000:200"),
-        Field(min_length=1, description="delay and rate each way; a rate of 0 is unlimited"),
-    ] = tuple(map(Speed.parse, ("0:0", "100:2000", "500:600", "1000:200")))
-    arms: Annotated[
-        _Arms,
-        Flag(metavar="ARM ..."),
-        Field(min_length=1, description="the first is compared with; more by NAME=FLAGS, as 'tuned=--config a.yaml'"),
-    ] = tuple(map(Arm.parse, ARMS))
-    loads: Annotated[
-        _Loads, Flag(metavar="LOAD ...", default=" ".join(LOADS)), Field(min_length=1, description="or PROMPTSxINxOUT")
-    ] = tuple(LOADS.values())
-    blocks: Annotated[int, Field(ge=1, description="A B B A blocks: two visits of every arm each")] = 2
-    repeats: Annotated[int, Field(ge=1, description="a visit sends each load that often")] = 2
-    live: Annotated[bool, Field(description="keep every arm's servers, in place of starting them for each visit")] = (
-        False
+    model: Checkpoint | None = Field(
+        None, description="folder of a Hugging Face checkpoint; random weights if not given"
     )
-    change: Annotated[
-        bool,
-        Field(
-            description="change from the first link to the second when half of the requests have ended; a load is then "
-            f"sent --repeats times in one go, {_AT_ONCE} requests at a time"
-        ),
-    ] = False
+    random: Random = "qwen3-moe"
+    links: Annotated[_Links, Flag(metavar="US:MBIT/S ...", default="0:0 100:2000 500:600 1000:200")] = Field(
+        tuple(map(Speed.parse, ("0:0", "100:2000", "500:600", "1000:200"))),
+        min_length=1,
+        description="delay and rate each way; a rate of 0 is unlimited",
+    )
+    arms: Annotated[_Arms, Flag(metavar="ARM ...")] = Field(
+        tuple(map(Arm.parse, ARMS)),
+        min_length=1,
+        description="the first is compared with; more by NAME=FLAGS, as 'tuned=--config a.yaml'",
+    )
+    loads: Annotated[_Loads, Flag(metavar="LOAD ...", default=" ".join(report.LOADS))] = Field(
+        tuple(report.LOADS.values()), min_length=1, description="or PROMPTSxINxOUT"
+    )
+    blocks: int = Field(2, ge=1, description="A B B A blocks: two visits of every arm each")
+    repeats: int = Field(2, ge=1, description="a visit sends each load that often")
+    live: bool = Field(False, description="keep every arm's servers, in place of starting them for each visit")
+    change: bool = Field(
+        False,
+        description="change from the first link to the second when half of the requests have ended; a load is then "
+        f"sent --repeats times in one go, {_AT_ONCE} requests at a time",
+    )
     serve_flags: ServeFlags = ""
-    start_s: Annotated[float, Field(gt=0, description="servers may take that long to start")] = 300.0
-    timeout_s: Annotated[float, Field(gt=0, description="a request may take that long")] = 600.0
+    start_s: float = Field(300.0, gt=0, description="servers may take that long to start")
+    timeout_s: float = Field(600.0, gt=0, description="a request may take that long")
 
 
 def run(options: Options) -> int:
@@ -111,7 +95,10 @@ def run(options: Options) -> int:
     results: list[dict[str, Any]] = []
     with signals_end_it(), ExitStack() as stack:
         joined = stack.enter_context(network())
-        model = options.model or stack.enter_context(_random_model(options))
+        model = options.model
+        if model is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            model = make_served_model(Path(folder), RANDOM_MODELS[options.random]())
         stack.callback(options.write, {"links": results})
         stack.enter_context(joined.hosts[0].entered())
         joined.link.set(options.links[0])
@@ -149,12 +136,6 @@ def _start(options: Options, joined: Network, model: Path, arm: Arm) -> Abstract
 
 
 @contextmanager
-def _random_model(options: Options) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield make_served_model(Path(folder), RANDOM_MODELS[options.random]())
-
-
-@contextmanager
 def signals_end_it() -> Iterator[None]:
     """SIGTERM, SIGHUP and Ctrl-C raise; while the run cleans up after the first, further ones are ignored."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -187,7 +168,7 @@ class _Bench:
         the runs as they come."""
         options = self.options
         probes = [self._probe(speed) for speed in speeds[::-1]][::-1]
-        runs: dict[str, dict[str, list[Run]]] = {
+        runs: dict[str, dict[str, list[report.Run]]] = {
             load.name: {arm.name: [] for arm in options.arms} for load in options.loads
         }
         start_s: dict[str, list[float]] = {arm.name: [] for arm in options.arms}
@@ -201,10 +182,10 @@ class _Bench:
                         runs[load.name][arm.name] += self._send(load, servers.server, speeds)
         repeats = 1 if options.change else options.repeats
         for load in options.loads:
-            result["loads"][load.name] = figures_by_arm(runs[load.name], repeats, changed=options.change)
-            print_load(load, result["loads"][load.name], start_s)
-        result["pooled"] = pooled(result["loads"])
-        print_pooled(result["loads"])
+            result["loads"][load.name] = report.figures_by_arm(runs[load.name], repeats, changed=options.change)
+            report.print_load(load, result["loads"][load.name], start_s)
+        result["pooled"] = report.pooled(result["loads"])
+        report.print_pooled(result["loads"])
 
     def _probe(self, speed: Speed) -> Probe:
         self.network.link.set(speed)
@@ -212,14 +193,14 @@ class _Bench:
         print(f"\nlink of {speed}: measured {found}", flush=True)
         return found
 
-    def _send(self, load: Load, server: Server, speeds: Sequence[Speed]) -> list[Run]:
+    def _send(self, load: report.Load, server: Server, speeds: Sequence[Speed]) -> list[report.Run]:
         """A load's runs of one visit."""
         tasks, repeats, at_once = load.tasks(self.model), self.options.repeats, load.at_once
-        asyncio.run(send_load(server, warm_up(tasks), None))
+        asyncio.run(report.send_load(server, report.warm_up(tasks), None))
         if self.options.change:  # one long run, in which requests end all the time
             tasks, repeats, at_once = [*tasks] * repeats, 1, at_once or _AT_ONCE
-        found = []
+        found, half_done = [], partial(self.network.link.set, speeds[-1])
         for _ in range(repeats):
             self.network.link.set(speeds[0])
-            found.append(asyncio.run(send_load(server, tasks, at_once, partial(self.network.link.set, speeds[-1]))))
+            found.append(asyncio.run(report.send_load(server, tasks, at_once, half_done)))
         return found

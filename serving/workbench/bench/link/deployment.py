@@ -14,9 +14,8 @@ from typing import Any, Self
 
 from serving.ranks import free_port
 from serving.workbench.bench.link.network import INTERFACE, Host
-from serving.workbench.bench.peers.process import cpu_seconds, wait_for_rest
+from serving.workbench.bench.server import process
 from serving.workbench.bench.server.load import served_model
-from serving.workbench.bench.server.process import UBATCH, ServerFailed, ServerProcess, running_server, started_server
 from serving.workbench.bench.server.requests import Server
 from ubatch import ConfigError, nearest
 
@@ -68,7 +67,7 @@ class Deployment:
     """Two servers that are ready: what a client needs, their processes, and the seconds that the start took."""
 
     server: Server
-    processes: tuple[ServerProcess, ServerProcess]
+    processes: tuple[process.ServerProcess, process.ServerProcess]
     start_s: float
 
 
@@ -85,15 +84,17 @@ def deployed(
     with hosts[0].entered():
         port = free_port()
     shared = ["--nnodes=2", f"--master-addr={hosts[0].address}", f"--master-port={port}", *_COMMON, *flags]
-    command = [*UBATCH, "serve", str(model), "--node-rank=1", *shared]
+    command = [*process.UBATCH, "serve", str(model), "--node-rank=1", *shared]
     with ExitStack() as stack:
         with hosts[1].pinned():
-            second = stack.enter_context(started_server(command, environment=_VARIABLES))
+            second = stack.enter_context(process.started_server(command, environment=_VARIABLES))
         with hosts[0].pinned():
             try:
-                first = stack.enter_context(running_server(model, shared, environment=_VARIABLES, start_s=start_s))
-            except ServerFailed as error:
-                raise ServerFailed(f"{error}\nand on host 1:\n{second.output()}") from None
+                first = stack.enter_context(
+                    process.running_server(model, shared, environment=_VARIABLES, start_s=start_s)
+                )
+            except process.ServerFailed as error:
+                raise process.ServerFailed(f"{error}\nand on host 1:\n{second.output()}") from None
             server = Server(first.base_url, stream=False, timeout_s=timeout_s)
             name = asyncio.run(served_model(server, None)).name
         yield Deployment(replace(server, model=name), (first, second), time.perf_counter() - begin)
@@ -140,7 +141,7 @@ class Servers:
             with self._start(arm) as servers:
                 yield servers
             return
-        if not wait_for_rest(self._sessions()):
+        if not process.wait_for_rest(self._sessions()):
             print("idle servers still compute: what is measured meanwhile is too slow.", file=sys.stderr, flush=True)
         yield self._kept[arm.name]
 
@@ -148,10 +149,10 @@ class Servers:
         return [each.process.pid for servers in self._kept.values() for each in servers.processes]
 
     def _say_idle(self) -> None:
-        wait_for_rest(self._sessions())
-        before = cpu_seconds(self._sessions())
+        process.wait_for_rest(self._sessions())
+        before = process.cpu_seconds(self._sessions())
         time.sleep(_IDLE_S)
-        share = (cpu_seconds(self._sessions()) - before) / _IDLE_S
+        share = (process.cpu_seconds(self._sessions()) - before) / _IDLE_S
         print(f"arms kept: {len(self._kept)}; idle, their servers use {share:.1%} of a core", flush=True)
 
 

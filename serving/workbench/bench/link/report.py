@@ -14,8 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from serving.workbench.bench.server.figures import figures_of
-from serving.workbench.bench.server.load import read_steps
+from serving.workbench.bench.server.load import figures_of, read_steps
 from serving.workbench.bench.server.offline import Workload, random_prompts
 from serving.workbench.bench.server.requests import GREEDY, Server, Task, send_and_check
 from serving.workbench.bench.statistics import Interval, paired, ratio_of_sums, table

@@ -3,12 +3,7 @@
 Every engine runs in processes of its own: vLLM and transformers by the interpreters that the user names, as they are no
 dependencies. All are loaded, one works at a time, A B B A.
 
-command   the options, and the order of things; servers, ours and vLLM's
+command   the options, and the order of things; servers, ours and vLLM's; times, ratios and equal tokens of a load
 engine    the program that runs in an engine's interpreter: it loads a model, and generates when told
-process   starts that program and talks to it; ends an engine with all its processes; waits until engines are at rest
-results   times, ratios and equal tokens of a load, and their table
+process   starts that program and talks to it; ends an engine with all its processes
 """
-
-from serving.workbench.bench.peers.command import Options, run
-
-__all__ = ["Options", "run"]

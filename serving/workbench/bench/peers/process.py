@@ -1,4 +1,4 @@
-"""Engines as processes: start one, let it generate, end it with all its processes; wait until several are at rest."""
+"""Engines as processes: start one, let it generate, end it with all its processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from ubatch.process import num_cores
 _PROGRAM = Path(__file__).with_name("engine.py")
 _END_S = 15.0
 _TAIL_LINES = 15
-_REST_WINDOW_S, _REST_SHARE, _REST_S = 0.2, 0.1, 10.0
 
 
 class EngineFailed(UBatchError):
@@ -127,7 +126,7 @@ class EngineProcess:
         except BrokenPipeError:
             raise EngineFailed(self._why_it_ended()) from None
         except json.JSONDecodeError as error:
-            self._give_up()
+            end_group(self._process)
             raise EngineFailed(f"not an answer of {_PROGRAM.name}: {error.doc[:200]!r}") from None
         self._busy = False
         if "error" in answer:
@@ -139,7 +138,7 @@ class EngineProcess:
         while b"\n" not in self._unread:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self._answers], [], [], left)[0]:
-                self._give_up()
+                end_group(self._process)
                 raise EngineFailed(f"no answer within {self._timeout_s:g} s (--timeout-s).{self._tail()}")
             chunk = os.read(self._answers.fileno(), 1 << 16)
             if not chunk:
@@ -148,11 +147,8 @@ class EngineProcess:
         line, _, self._unread = self._unread.partition(b"\n")
         return line.decode(errors="replace")
 
-    def _give_up(self) -> None:
-        end_group(self._process)
-
     def _why_it_ended(self) -> str:
-        self._give_up()
+        end_group(self._process)
         return f"the process ended with status {self._process.returncode}.{self._tail()}"
 
     def _tail(self) -> str:
@@ -170,43 +166,3 @@ def running_engine(arm: Arm, timeout_s: float) -> Iterator[EngineProcess]:
             yield process
         finally:
             process.stop()
-
-
-def wait_for_rest(sessions: Collection[int]) -> bool:
-    """Wait until the processes of these sessions, given by the ids of their leaders, hardly use a core: an engine may
-    poll for a while after its last answer, vLLM's workers for a second. Returns False if they still do after 10 s."""
-    deadline = time.monotonic() + _REST_S
-    used = cpu_seconds(sessions)
-    while time.monotonic() < deadline:
-        time.sleep(_REST_WINDOW_S)
-        before, used = used, cpu_seconds(sessions)
-        if used - before < _REST_SHARE * _REST_WINDOW_S and not _waits_for_a_core(sessions):
-            return True
-    return False
-
-
-def cpu_seconds(sessions: Collection[int]) -> float:
-    """CPU time so far of the processes of these sessions that still run."""
-    ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in _processes(sessions))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _waits_for_a_core(sessions: Collection[int]) -> bool:
-    """Whether one of their threads could run: next to other work it may get no core for a while."""
-    threads = (thread for folder, _ in _processes(sessions) for thread in folder.glob("task/*/stat"))
-    return any(fields[0] == "R" for fields in map(_fields, threads) if fields)
-
-
-def _processes(sessions: Collection[int]) -> Iterator[tuple[Path, list[str]]]:
-    """The folder in `/proc` of each process of these sessions, and the fields of its `stat` from the third on."""
-    for folder in Path("/proc").iterdir():
-        fields = _fields(folder / "stat") if folder.name.isdigit() else []
-        if fields and int(fields[3]) in sessions:
-            yield folder, fields
-
-
-def _fields(stat: Path) -> list[str]:
-    """Empty if the process has ended."""
-    with suppress(OSError):
-        return stat.read_text().rpartition(") ")[2].split()  # its name may have blanks
-    return []

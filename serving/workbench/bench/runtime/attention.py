@@ -15,20 +15,14 @@ import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention import (
-    AttentionShape,
-    CommonAttentionMetadata,
-    UBatchAttention,
-    make_kv_cache,
-    split_attn_metadata,
-)
+from attention import AttentionShape, CommonAttentionMetadata, UBatchAttention, make_kv_cache, split_attn_metadata
 from model_runner import keep_freed_memory
 from serving.ranks import pin_rank
 from serving.workbench.arms.cells import scattered_metadata
@@ -44,12 +38,12 @@ _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _PAGE = 8, 2, 64, 8, 16  # of the 100 M m
 class Options(BlockOptions):
     """What to measure."""
 
-    sequences: Annotated[int, Field(ge=2, description="of the decode and prefill steps")] = 64
-    context: Annotated[int, Field(ge=2, description="tokens of a sequence in the decode step")] = 512
-    prompt: Annotated[int, Field(ge=2, description="tokens of a prompt in the prefill step")] = 128
-    requests: Annotated[int, Field(ge=2, description="of the metadata that is split")] = 256
-    generate: Annotated[bool, Field(description="also compare a whole model with transformers")] = True
-    generate_blocks: Annotated[int, Field(ge=1, description="A B B A blocks of whole generations")] = 3
+    sequences: int = Field(64, ge=2, description="of the decode and prefill steps")
+    context: int = Field(512, ge=2, description="tokens of a sequence in the decode step")
+    prompt: int = Field(128, ge=2, description="tokens of a prompt in the prefill step")
+    requests: int = Field(256, ge=2, description="of the metadata that is split")
+    generate: bool = Field(True, description="also compare a whole model with transformers")
+    generate_blocks: int = Field(3, ge=1, description="A B B A blocks of whole generations")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -56,16 +55,16 @@ class Options(ReportOptions):
 
     model: ModelFolder
     ranks: Ranks = 2
-    steps: Annotated[int, Field(ge=20, description="steps of the load, over each link")] = 800
-    compared: Annotated[float, Field(gt=0, le=1, description="share of the steps that every arm runs")] = 0.25
-    ratios: Annotated[
-        tuple[float, ...],
-        Field(description="communication as a multiple of the compute of a large prefill; 0 is no link"),
-    ] = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+    steps: int = Field(800, ge=20, description="steps of the load, over each link")
+    compared: float = Field(0.25, gt=0, le=1, description="share of the steps that every arm runs")
+    ratios: tuple[float, ...] = Field(
+        (0.0, 0.25, 0.5, 1.0, 2.0, 4.0),
+        description="communication as a multiple of the compute of a large prefill; 0 is no link",
+    )
     latency_us: LatencyUs = 20.0
-    max_decode_tokens: Annotated[int, Field(ge=8, description="requests of the largest decode step of a rank")] = 128
-    max_prefill_tokens: Annotated[int, Field(ge=32, description="tokens of the largest prefill step of a rank")] = 512
-    seed: Annotated[int, Field(description="of the load")] = 0
+    max_decode_tokens: int = Field(128, ge=8, description="requests of the largest decode step of a rank")
+    max_prefill_tokens: int = Field(512, ge=32, description="tokens of the largest prefill step of a rank")
+    seed: int = Field(0, description="of the load")
 
     @property
     def grid(self) -> Grid:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -29,9 +28,9 @@ class Options(BlockOptions):
 
     measures = ("ubatch/kernels", "moe")
 
-    tokens: Annotated[tuple[int, ...], Field(min_length=1, description="of a step")] = (16, 64, 512, 2048)
+    tokens: tuple[int, ...] = Field((16, 64, 512, 2048), min_length=1, description="of a step")
     dtypes: Dtypes = ("float32", "bfloat16")
-    threads: Annotated[int, Field(ge=1, description="torch's compute threads")] = num_cores()
+    threads: int = Field(num_cores(), ge=1, description="torch's compute threads")
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,23 @@ import threading
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from typing import Annotated
 
 import torch
 from pydantic import Field
 
-from serving.workbench.bench.cores import on_cores, split_cores
 from serving.workbench.bench.options import BlockOptions
-from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, table
+from serving.workbench.bench.statistics import (
+    Interval,
+    bootstrap,
+    interleave_arms,
+    on_cores,
+    paired,
+    split_cores,
+    table,
+)
 from ubatch import dbo_yield, get_schedule
 from ubatch.lanes.wakeup import EventFdWakeUp, LockWakeUp
 from ubatch.lanes.workers import LanePool
@@ -32,7 +39,7 @@ class Options(BlockOptions):
 
     measures = ("ubatch/lanes", "ubatch/schedules", "ubatch/streams")
 
-    handoffs: Annotated[int, Field(ge=10, description="hand-offs per measurement; fewer next to a busy thread")] = 4000
+    handoffs: int = Field(4000, ge=10, description="hand-offs per measurement; fewer next to a busy thread")
 
 
 class _EventWakeUp:
@@ -66,17 +73,9 @@ def run(options: Options) -> int:
     head = {"us per switch": "", **dict.fromkeys((*pinned, "dbo_yield / Event"), ".2f")}
     rows = [(name, *arms.values(), ratios[name]) for name, arms in switches.items()]
     print(f"\n{table(head, rows, indent=0)}")
-    options.write(
-        {
-            "noop_ns": noop["dbo_yield"],
-            "empty_function_ns": noop["empty"],
-            "per_switch_us": switches["pinned"]["dbo_yield"],
-            "event_ring_us": switches["pinned"]["event"],
-            "ratio_to_event": ratios["pinned"],
-            "settings": switches,
-            "arms_us": settings,
-        }
-    )
+    figures = {"noop_ns": noop["dbo_yield"], "empty_function_ns": noop["empty"], "ratio_to_event": ratios["pinned"]}
+    figures |= {"per_switch_us": switches["pinned"]["dbo_yield"], "event_ring_us": switches["pinned"]["event"]}
+    options.write(figures | {"settings": switches, "arms_us": settings})
     return 0
 
 
@@ -98,16 +97,13 @@ def _call_ns(blocks: int) -> dict[str, Interval]:
 
 
 def _measure(handoffs: int, blocks: int, label: str) -> dict[str, list[float]]:
-    pool = LanePool(2, torch.device("cpu"), timeout_s=60.0)
-    arms: dict[str, Callable[[], float]] = {"dbo_yield": lambda: _lanes_us(pool, handoffs)}
-    if hasattr(os, "eventfd"):
-        arms["eventfd"] = lambda: _ring_us(EventFdWakeUp, handoffs)
-    arms["lock"] = lambda: _ring_us(LockWakeUp, handoffs)
-    arms["event"] = lambda: _ring_us(_EventWakeUp, handoffs)
-    try:
+    with closing(LanePool(2, torch.device("cpu"), timeout_s=60.0)) as pool:
+        arms: dict[str, Callable[[], float]] = {"dbo_yield": lambda: _lanes_us(pool, handoffs)}
+        if hasattr(os, "eventfd"):
+            arms["eventfd"] = lambda: _ring_us(EventFdWakeUp, handoffs)
+        arms["lock"] = lambda: _ring_us(LockWakeUp, handoffs)
+        arms["event"] = lambda: _ring_us(_EventWakeUp, handoffs)
         return interleave_arms(arms, blocks, label=label)
-    finally:
-        pool.close()
 
 
 def _lanes_us(pool: LanePool, handoffs: int) -> float:
@@ -137,12 +133,9 @@ def _ring_us(kind: Callable[[], EventFdWakeUp | LockWakeUp | _EventWakeUp], hand
         times.append(time.perf_counter() - start)
         wakes[1 - own].set()
 
-    threads = [threading.Thread(target=lane, args=(own,)) for own in range(2)]
-    for thread in threads:
-        thread.start()
-    wakes[0].set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        pool.map(lane, range(2))
+        wakes[0].set()
     return times[0] / handoffs * 1e6
 
 
@@ -155,10 +148,9 @@ def _busy_thread() -> Iterator[None]:
         while not stop.is_set():
             count += 1
 
-    thread = threading.Thread(target=spin, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(spin)
+        try:
+            yield
+        finally:
+            stop.set()

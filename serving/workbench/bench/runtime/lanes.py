@@ -8,7 +8,7 @@ hand-offs, contexts, splitting and merging.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -27,13 +27,13 @@ class Options(BlockOptions):
 
     measures = ("ubatch", "moe")
 
-    tokens: Annotated[int, Field(ge=4, description="tokens of the whole batch")] = 1024
-    layers: Annotated[int, Field(ge=1, description="MoE layers")] = 8
-    hidden_size: Annotated[int, Field(ge=1)] = 512
-    experts: Annotated[int, Field(ge=1)] = 32
-    intermediate_size: Annotated[int, Field(ge=1, description="of one expert")] = 256
-    top_k: Annotated[int, Field(ge=1)] = 4
-    device: Annotated[Literal["cpu", "cuda"], Field(description="where to run")] = "cpu"
+    tokens: int = Field(1024, ge=4, description="tokens of the whole batch")
+    layers: int = Field(8, ge=1, description="MoE layers")
+    hidden_size: int = Field(512, ge=1)
+    experts: int = Field(32, ge=1)
+    intermediate_size: int = Field(256, ge=1, description="of one expert")
+    top_k: int = Field(4, ge=1)
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where to run")
 
 
 class _MoELayer(nn.Module):

@@ -30,36 +30,20 @@ bound. The ideal machine's time is a prediction, and no bound.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from pydantic import Field
 
 from serving.ranks import run_ranks
 from serving.workbench.arms.programs import Programs, middle_steps, predict_step, write_steps
-from serving.workbench.bench.statistics import (
-    Arm,
-    Interval,
-    fastest,
-    overlap_figures,
-    paired,
-    print_arms,
-    table,
-)
-from serving.workbench.bench.step_setting import (
-    Setting,
-    SplitCompute,
-    StepOptions,
-    calibrate,
-    interleave_on_ranks,
-    model_folder,
-    open_setting,
-)
+from serving.workbench.bench import step_setting
+from serving.workbench.bench.statistics import Arm, Interval, fastest, overlap_figures, paired, print_arms, table
 from ubatch import Schedule
 from ubatch.schedules import SERIAL, Compute, Op
 
@@ -67,16 +51,12 @@ _DRIFT = 1.02
 _FIGURES = ("efficiency", "of_two_lanes", "schedule_efficiency", "hidden", "speedup", "of_bound")
 
 
-class Options(StepOptions):
+class Options(step_setting.StepOptions):
     """What to measure."""
 
-    lanes: Annotated[tuple[int, ...], Field(description="numbers of lanes to compare")] = (2, 3, 4)
-    ratios: Annotated[tuple[float, ...], Field(description="communication as a multiple of split compute")] = (
-        0.25,
-        0.5,
-        1.0,
-        2.0,
-        4.0,
+    lanes: tuple[int, ...] = Field((2, 3, 4), description="numbers of lanes to compare")
+    ratios: tuple[float, ...] = Field(
+        (0.25, 0.5, 1.0, 2.0, 4.0), description="communication as a multiple of split compute"
     )
 
 
@@ -120,7 +100,7 @@ class OverlapResult:
 
 def run(options: Options) -> int:
     print(options.describe(), flush=True)
-    with model_folder(options) as model:
+    with step_setting.model_folder(options) as model:
         results: list[OverlapResult] = run_ranks(_measure_on_rank, options.ranks, options, model)
     options.write(as_json(results))
     return 1 if any(lane.void for result in results for lane in result.lanes.values()) else 0
@@ -128,7 +108,7 @@ def run(options: Options) -> int:
 
 def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) -> list[OverlapResult]:
     results = []
-    with open_setting(rank, options, model) as setting:
+    with step_setting.open_setting(rank, options, model) as setting:
         for ratio in options.ratios:
             results.append(measure_overlap(setting, lanes=options.lanes, ratio=ratio, blocks=options.blocks))
             if rank == 0:
@@ -137,35 +117,26 @@ def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) 
 
 
 @torch.inference_mode()
-def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blocks: int) -> OverlapResult:
+def measure_overlap(setting: step_setting.Setting, *, lanes: Sequence[int], ratio: float, blocks: int) -> OverlapResult:
     """Calibrate the link, run all arms for all numbers of lanes, and compute the figures. Every rank calls it; all get
     the same. `ratio` is communication as a multiple of the split compute of the fewest lanes."""
     lanes = sorted(lanes)
     link = setting.link
-    bandwidth = calibrate(setting, lanes[0], ratio)
+    bandwidth = step_setting.calibrate(setting, lanes[0], ratio)
     setting.check_equal([form for n in lanes for form in (setting.schedule(n), setting.schedule(n).one_by_one())])
 
-    split = {
-        n: SplitCompute(setting, setting.schedule(n), (f"split_{n}", f"split_compute_{n}", f"communication_{n}"))
-        for n in lanes
-    }
+    split = {n: step_setting.SplitCompute(setting, setting.schedule(n), f"_{n}") for n in lanes}
 
     def compute_unsplit() -> float:
-        latency, link.latency_s, link.bytes_per_s = link.latency_s, 0.0, float("inf")
-        try:
+        with link.at_once():
             return setting.timed(SERIAL)
-        finally:
-            link.latency_s, link.bytes_per_s = latency, bandwidth
 
-    arms: dict[str, Arm] = {
-        "compute_unsplit": compute_unsplit,
-        "serial_unsplit": functools.partial(setting.timed, SERIAL),
-    }
+    arms: dict[str, Arm] = {"compute_unsplit": compute_unsplit, "serial_unsplit": partial(setting.timed, SERIAL)}
     for n in lanes:
-        arms[f"serial_{n}"] = functools.partial(setting.timed, setting.schedule(n).one_by_one())
+        arms[f"serial_{n}"] = partial(setting.timed, setting.schedule(n).one_by_one())
         arms[f"split_{n}"] = split[n]
-        arms[f"overlapped_{n}"] = functools.partial(_overlapped, setting, n)
-    slowest = interleave_on_ranks(arms, blocks, f"communication {ratio:g}x compute")
+        arms[f"overlapped_{n}"] = partial(_overlapped, setting, n)
+    slowest = step_setting.interleave_on_ranks(arms, blocks, f"communication {ratio:g}x compute")
     steps = {n: split[n].steps() for n in lanes}
     for n in lanes:
         slowest[f"ideal_{n}"] = [_ideal_ms(slowest, n, steps[n], setting.schedule(n))] * blocks
@@ -181,7 +152,7 @@ def measure_overlap(setting: Setting, *, lanes: Sequence[int], ratio: float, blo
     return OverlapResult(ratio, bandwidth, link.latency_s, results, slowest, stages)
 
 
-def _overlapped(setting: Setting, lanes: int) -> dict[str, float]:
+def _overlapped(setting: step_setting.Setting, lanes: int) -> dict[str, float]:
     """Milliseconds of a step in lanes, and of its CPU."""
     return {f"overlapped_{lanes}": setting.timed(setting.schedule(lanes)), f"own_compute_{lanes}": setting.cpu_ms}
 

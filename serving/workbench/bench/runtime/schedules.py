@@ -17,19 +17,19 @@ Per schedule, besides `speedup` over the best serial arm, and `efficiency`, max(
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from pydantic import Field
 
 from model_runner.parallel import most_chunks
 from serving.ranks import run_ranks
-from serving.workbench.arms.programs import Programs, predict_step
+from serving.workbench.arms.programs import predict_step
 from serving.workbench.arms.stages import HANDOFF_S, ArmSteps, best_schedules, nameless
+from serving.workbench.bench import step_setting
 from serving.workbench.bench.statistics import (
     Arm,
     Interval,
@@ -40,15 +40,6 @@ from serving.workbench.bench.statistics import (
     print_arms,
     table,
 )
-from serving.workbench.bench.step_setting import (
-    SplitCompute,
-    StepOptions,
-    StepSetting,
-    calibrate,
-    interleave_on_ranks,
-    model_folder,
-    open_setting,
-)
 from ubatch import SCHEDULES, Schedule
 from ubatch.schedules import SERIAL
 
@@ -57,13 +48,13 @@ _POOL = 4
 """Number of schedules that are simulated with stage times of their own, per schedule that is then measured."""
 
 
-class Options(StepOptions):
+class Options(step_setting.StepOptions):
     """What to measure."""
 
-    ratio: Annotated[float, Field(gt=0, description="communication as a multiple of the compute of two lanes")] = 1.0
-    top: Annotated[int, Field(ge=1, description="schedules of the search to measure")] = 10
-    max_lanes: Annotated[int, Field(ge=1, le=8, description="most lanes in the search")] = 4
-    max_chunks: Annotated[int, Field(ge=1, le=8, description="most chunks in the search")] = 4
+    ratio: float = Field(1.0, gt=0, description="communication as a multiple of the compute of two lanes")
+    top: int = Field(10, ge=1, description="schedules of the search to measure")
+    max_lanes: int = Field(4, ge=1, le=8, description="most lanes in the search")
+    max_chunks: int = Field(4, ge=1, le=8, description="most chunks in the search")
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ class SchedulesResult:
 
 
 def run(options: Options) -> int:
-    with model_folder(options) as model:
+    with step_setting.model_folder(options) as model:
         result: SchedulesResult = run_ranks(_measure_on_rank, options.ranks, options, model)
     print_result(options, result)
     options.write(vars(result))
@@ -101,62 +92,53 @@ def run(options: Options) -> int:
 
 
 def _measure_on_rank(rank: int, world_size: int, options: Options, model: Path) -> SchedulesResult:
-    with open_setting(rank, options, model) as setting:
+    with step_setting.open_setting(rank, options, model) as setting:
         return measure_schedules(setting, options)
 
 
 @torch.inference_mode()
-def measure_schedules(setting: StepSetting, options: Options) -> SchedulesResult:
+def measure_schedules(setting: step_setting.StepSetting, options: Options) -> SchedulesResult:
     """Run all phases listed at the top of this module. Every rank calls it; all get the same.
 
     Raises:
         ConfigError: stage times cannot be measured, as where the transport cannot serve four lanes.
     """
-    bandwidth = calibrate(setting, 2, options.ratio)
+    bandwidth = step_setting.calibrate(setting, 2, options.ratio)
     named = {schedule.name: schedule for schedule in _named(setting)}
     searched = {f"searched {place}": each for place, each in enumerate(_search(setting, options), 1)}
     schedules = {**named, **searched}
     works = {work_of(setting, schedule): None for schedule in schedules.values()}
     setting.check_equal([*schedules.values(), *works])
 
-    split = {work: _split(setting, work) for work in works}
-    arms: dict[str, Arm] = {"serial_unsplit": functools.partial(setting.timed, SERIAL)}
+    split = {work: step_setting.SplitCompute(setting, work, f" {describe_work(work)}") for work in works}
+    arms: dict[str, Arm] = {"serial_unsplit": partial(setting.timed, SERIAL)}
     arms |= {
-        f"one_by_one {describe_work(work)}": functools.partial(setting.timed, work)
+        f"one_by_one {describe_work(work)}": partial(setting.timed, work)
         for work in works
         if work.chunks == 1 and not work.signalled  # serial arms hide nothing; chunks and signals overlap within a lane
     }
     arms |= {f"split {describe_work(work)}": arm for work, arm in split.items()}
-    arms |= {name: functools.partial(setting.timed, schedule) for name, schedule in schedules.items()}
-    walls = interleave_on_ranks(arms, options.blocks, "schedules")
+    arms |= {name: partial(setting.timed, schedule) for name, schedule in schedules.items()}
+    walls = step_setting.interleave_on_ranks(arms, options.blocks, "schedules")
     steps = {work: arm.steps() for work, arm in split.items()}
     around_ms = {work: arm.around_ms() for work, arm in split.items()}
-    predictions = {}
+    results = {}
     for name, each in schedules.items():
         work = work_of(setting, each)
-        predictions[name] = predict_step(steps[work], each, HANDOFF_S) * 1e3 + around_ms[work]
-    results = {
-        name: _result(name, schedule, walls, describe_work(work_of(setting, schedule)), predictions[name])
-        for name, schedule in schedules.items()
-    }
-    return SchedulesResult(
-        bandwidth,
-        setting.link.latency_s,
-        walls,
-        [results[name] for name in named],
-        [results[name] for name in searched],
-    )
+        predicted_ms = predict_step(steps[work], each, HANDOFF_S) * 1e3 + around_ms[work]
+        results[name] = _result(name, each, walls, describe_work(work), predicted_ms)
+    of_named, of_searched = ([results[name] for name in names] for names in (named, searched))
+    return SchedulesResult(bandwidth, setting.link.latency_s, walls, of_named, of_searched)
 
 
-def work_of(setting: StepSetting, schedule: Schedule) -> Schedule:
-    """The schedule's lanes one by one; without a shared expert, schedules that differ in its place become equal."""
-    work = schedule.one_by_one()
-    return work if setting.has_shared_experts else replace(work, shared_expert=SERIAL.shared_expert)
+def work_of(setting: step_setting.StepSetting, schedule: Schedule) -> Schedule:
+    """The schedule's lanes one by one."""
+    return _without_place(setting, schedule.one_by_one())
 
 
-def _split(setting: StepSetting, work: Schedule) -> SplitCompute:
-    what = describe_work(work)
-    return SplitCompute(setting, work, (f"split {what}", f"split_compute {what}", f"communication {what}"))
+def _without_place(setting: step_setting.StepSetting, schedule: Schedule) -> Schedule:
+    """Without a shared expert, schedules that differ in its place become equal."""
+    return schedule if setting.has_shared_experts else replace(schedule, shared_expert=SERIAL.shared_expert)
 
 
 def describe_work(work: Schedule) -> str:
@@ -166,7 +148,7 @@ def describe_work(work: Schedule) -> str:
     return f"{work.lanes}x{work.chunks}{chunks}, shared at {work.shared_expert}{signalled}"
 
 
-def _named(setting: StepSetting) -> list[Schedule]:
+def _named(setting: step_setting.StepSetting) -> list[Schedule]:
     """The named schedules that the transport supports; of schedules that run the same order, only one."""
     runner = setting.runner
     most = most_chunks(runner.all2all)
@@ -174,35 +156,28 @@ def _named(setting: StepSetting) -> list[Schedule]:
     found: dict[Schedule, Schedule] = {}
     for schedule in SCHEDULES.values():
         if schedule != SERIAL and schedule.chunks <= most and (in_blocks or not schedule.signalled):
-            same = schedule
-            if not setting.has_shared_experts:
-                same = replace(schedule, shared_expert=SERIAL.shared_expert)
-            found.setdefault(nameless(same), schedule)
+            found.setdefault(nameless(_without_place(setting, schedule)), schedule)
     return list(found.values())
 
 
 # -- the search -----------------------------------------------------------------------------------------------------
 
 
-def _search(setting: StepSetting, options: Options) -> list[Schedule]:
+def _search(setting: step_setting.StepSetting, options: Options) -> list[Schedule]:
     """The best schedules, best first, the same on every rank; none if serial is all there is. Errors as in
     `measure_schedules`."""
     limits = {"max_lanes": options.max_lanes, "max_chunks": options.max_chunks, "keep": _POOL * options.top}
     with ArmSteps(setting.runner, setting.link) as arms:
         found = arms.search(setting.batch, lambda model: best_schedules(model, "prefill", [], **limits))
     pool = [arm.schedule for arm in found]
-    steps = _steps(setting, {work_of(setting, schedule): None for schedule in pool})
+    works = {work_of(setting, schedule): None for schedule in pool}
+    splits = {work: step_setting.SplitCompute(setting, work) for work in works}
+    for _ in range(_STAGE_STEPS):  # interleaved, so that drift affects all alike
+        for split in splits.values():
+            split()
+    steps = {work: split.steps() for work, split in splits.items()}
     seconds = {each: predict_step(steps[work_of(setting, each)], each, HANDOFF_S) for each in pool}
     return sorted(pool, key=lambda each: seconds[each])[: options.top]
-
-
-def _steps(setting: StepSetting, works: Iterable[Schedule]) -> dict[Schedule, list[list[Programs]]]:
-    """Every rank's programs of steps of each work; the steps are interleaved, so that drift affects all alike."""
-    arms = {work: _split(setting, work) for work in works}
-    for _ in range(_STAGE_STEPS):
-        for arm in arms.values():
-            arm()
-    return {work: arm.steps() for work, arm in arms.items()}
 
 
 # -- results --------------------------------------------------------------------------------------------------------

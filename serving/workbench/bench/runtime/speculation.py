@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -50,21 +50,23 @@ class Options(BlockOptions):
 
     unwritten: ClassVar[frozenset[str]] = frozenset({"model", "draft"})
 
-    model: Annotated[
-        Checkpoint, Field(description="folder of a checkpoint with its tokenizer; by default the examples' tiny-moe")
-    ] = _EXAMPLES / "tiny-moe"
-    draft: Annotated[
-        Checkpoint, Field(description="folder of an EAGLE-style head for it; by default the examples' tiny-moe-eagle")
-    ] = _EXAMPLES / "tiny-moe-eagle"
-    num_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a chain, and steps of the head")] = 3
-    tree_topk: Annotated[int, Field(ge=2, description="guesses that each step of a tree continues")] = 2
-    tree_draft_tokens: Annotated[int, Field(ge=1, description="drafts of a tree")] = 5
-    batches: Annotated[Counts, Field(description="requests at once")] = (1, 8)
-    prompts: Annotated[int, Field(ge=1, description="prompts: pieces of held-out source files")] = 8
-    input_len: Annotated[int, Field(ge=1, description="their tokens")] = 64
-    output_len: Annotated[int, Field(ge=2, description="tokens of their continuations")] = 64
-    threads: Annotated[int | None, Field(ge=1, description="compute threads; by default one per core")] = None
-    census: Annotated[bool, Field(description="also run two overlapped ranks, and count their verify steps")] = True
+    model: Checkpoint = Field(
+        _EXAMPLES / "tiny-moe",
+        description="folder of a checkpoint with its tokenizer; by default the examples' tiny-moe",
+    )
+    draft: Checkpoint = Field(
+        _EXAMPLES / "tiny-moe-eagle",
+        description="folder of an EAGLE-style head for it; by default the examples' tiny-moe-eagle",
+    )
+    num_draft_tokens: int = Field(3, ge=1, description="drafts of a chain, and steps of the head")
+    tree_topk: int = Field(2, ge=2, description="guesses that each step of a tree continues")
+    tree_draft_tokens: int = Field(5, ge=1, description="drafts of a tree")
+    batches: Counts = Field((1, 8), description="requests at once")
+    prompts: int = Field(8, ge=1, description="prompts: pieces of held-out source files")
+    input_len: int = Field(64, ge=1, description="their tokens")
+    output_len: int = Field(64, ge=2, description="tokens of their continuations")
+    threads: int | None = Field(None, ge=1, description="compute threads; by default one per core")
+    census: bool = Field(True, description="also run two overlapped ranks, and count their verify steps")
 
 
 @dataclass(frozen=True)
@@ -247,13 +249,8 @@ def _accept(
     after, drafts = core.statistics(), sum((each.drafts for each in done), DraftCounts())
     earlier = (*before.accepted_per_position, *[0] * len(after.accepted_per_position))
     right = [count - known for count, known in zip(after.accepted_per_position, earlier, strict=False)]
-    return Acceptance(
-        True,
-        drafts.verified,
-        drafts.drafted,
-        drafts.mean_accepted_length,
-        [count / max(1, drafts.verified) for count in right],
-    )
+    shares = [count / max(1, drafts.verified) for count in right]
+    return Acceptance(True, drafts.verified, drafts.drafted, drafts.mean_accepted_length, shares)
 
 
 # -- the overlapped ranks ----------------------------------------------------------------------------------------------
@@ -306,8 +303,6 @@ def take_census(
         "enable_dbo": True,
         "dbo_decode_token_threshold": threshold,
         "dbo_prefill_token_threshold": 128,
-    }
-    asked: dict[str, Any] = {
         "speculative_algorithm": speculation.algorithm.value,
         "speculative_draft_model_path": speculation.draft_model_path,
         "speculative_num_steps": speculation.num_steps,
@@ -315,7 +310,7 @@ def take_census(
     many = [prompts[index % len(prompts)] for index in range(_RANKS * _PROMPTS_PER_RANK)]
     with LLM(model, **options) as llm:
         wanted = [each.token_ids for each in completions(llm, many, output_len)]
-    with LLM(model, **options, **overlap, **asked) as llm:
+    with LLM(model, **options, **overlap) as llm:
         tokens = [each.token_ids for each in completions(llm, many, output_len)]
         steps = [dict(each.steps) for each in llm.statistics.values()]
     if tokens != wanted:

@@ -11,9 +11,9 @@ transformers without a wrapper:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -31,17 +31,17 @@ from ubatch.schedules import SERIAL
 class Options(StepOptions):
     """What to measure."""
 
-    lanes: Annotated[int, Field(ge=2, description="of the wrapped model")] = 2
-    ratio: Annotated[float, Field(gt=0, description="communication as a multiple of split compute")] = 1.0
+    lanes: int = Field(2, ge=2, description="of the wrapped model")
+    ratio: float = Field(1.0, gt=0, description="communication as a multiple of split compute")
 
 
 class TransformersSetting(Setting):
     """One rank's part of a model that transformers shards with `ep_implementation="ubatch"` over `link`, and its
     prompts `[sequences, length]`."""
 
-    def __init__(self, model: nn.Module, ids: Tensor, link: EmulatedLink, group: CommGroup, schedule: str) -> None:
+    def __init__(self, model: nn.Module, ids: Tensor, link: EmulatedLink, group: CommGroup, how: UBatchConfig) -> None:
         # No proof: the arms are compared before they are timed.
-        super().__init__(model, UBatchConfig(schedule=schedule, timeout_s=300.0, verify="off"), group, link)
+        super().__init__(model, replace(how, verify="off"), group, link)
         self._ids = ids
 
     def step(self, schedule: Schedule) -> Tensor:
@@ -70,15 +70,13 @@ def open_transformers(rank: int, options: Options, folder: Path) -> Iterator[Tra
     from transformers.distributed import DistributedConfig
 
     group = CommGroup.from_process_group(timeout_s=300.0)
-    link = EmulatedLink(options.latency_us * 1e-6, float("inf"))
+    link = options.link()
     register_with_transformers(group, all2all_backend=options.all2all_backend, link=link)
     layout = DistributedConfig(fsdp_size=options.ranks, ep_size=options.ranks, ep_implementation="ubatch")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=options.torch_dtype, distributed_config=layout)
-    size = (options.sequences, options.sequence_length)
-    ids = torch.randint(0, model.config.vocab_size, size, generator=torch.Generator().manual_seed(rank))
-    setting = TransformersSetting(model.eval(), ids, link, group, options.schedule)
-    yield setting
-    setting.close()
+    ids = torch.tensor(options.prompts(model.config.vocab_size, rank))
+    with closing(TransformersSetting(model.eval(), ids, link, group, options.overlap)) as setting:
+        yield setting
 
 
 def run(options: Options) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
-from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -36,10 +35,8 @@ class Options(BlockOptions):
 
     measures = ("ubatch/wrapping", "ubatch/calls", "ubatch/wrapped.py", "ubatch/wrapper.py")
 
-    hidden_size: Annotated[
-        int, Field(ge=1, description="of the model whose overlapped call the guard is a share of")
-    ] = 512
-    rows: Annotated[int, Field(ge=4, description="rows of that call")] = 512
+    hidden_size: int = Field(512, ge=1, description="of the model whose overlapped call the guard is a share of")
+    rows: int = Field(512, ge=4, description="rows of that call")
 
 
 class _Chain(nn.Module):

@@ -28,8 +28,7 @@ from pydantic import Field
 
 from serving.arguments.fields import Flag
 from serving.workbench.bench.options import SERVER, ModelFolder, Ranks, ReportOptions
-from serving.workbench.bench.server.figures import Spread, figures_of
-from serving.workbench.bench.server.load import Load, make_tasks, read_steps, served_model
+from serving.workbench.bench.server.load import Load, Spread, figures_of, make_tasks, read_steps, served_model
 from serving.workbench.bench.server.process import ServerProcess, running_server
 from serving.workbench.bench.server.requests import GREEDY, Server, Task, send_and_check
 from serving.workbench.bench.statistics import bootstrap, interleave_arms, paired, table
@@ -46,22 +45,19 @@ class Options(ReportOptions):
 
     model: ModelFolder
     ranks: Ranks = 2
-    emulated_link: Annotated[
-        tuple[float, float], Flag(metavar="US MB/S"), Field(description="latency and bandwidth between them")
-    ] = (20.0, 50.0)
-    limits: Annotated[
-        tuple[str, ...],
-        Field(min_length=1, description="--max-prefill-tokens-per-mixed-step of the arms, in addition to off"),
-    ] = ("auto",)
-    flags: Annotated[
-        tuple[str, ...], Field(description="more flags of every server, as one word each: --flag=value")
-    ] = ()
-    rounds: Annotated[int, Field(ge=2, description="A B B A rounds; each runs every arm twice")] = 3
-    streams: Annotated[int, Field(ge=1, description="requests that decode")] = 8
-    output_len: Annotated[int, Field(ge=8, description="their tokens")] = 200
-    prompts: Annotated[int, Field(ge=1, description="long prompts meanwhile")] = 12
-    input_len: Annotated[int, Field(ge=1, description="their tokens")] = 900
-    in_flight: Annotated[int, Field(ge=1, description="long prompts at a time")] = 2
+    emulated_link: Annotated[tuple[float, float], Flag(metavar="US MB/S")] = Field(
+        (20.0, 50.0), description="latency and bandwidth between them"
+    )
+    limits: tuple[str, ...] = Field(
+        ("auto",), min_length=1, description="--max-prefill-tokens-per-mixed-step of the arms, in addition to off"
+    )
+    flags: tuple[str, ...] = Field((), description="more flags of every server, as one word each: --flag=value")
+    rounds: int = Field(3, ge=2, description="A B B A rounds; each runs every arm twice")
+    streams: int = Field(8, ge=1, description="requests that decode")
+    output_len: int = Field(200, ge=8, description="their tokens")
+    prompts: int = Field(12, ge=1, description="long prompts meanwhile")
+    input_len: int = Field(900, ge=1, description="their tokens")
+    in_flight: int = Field(2, ge=1, description="long prompts at a time")
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ def run(options: Options) -> int:
             del arm.rounds[0]  # a warm-up
         rows = {arm.name: _row(arm, next(each for each in arms if each.dbo == arm.dbo)) for arm in arms}
     _print(options, rows)
-    options.write({"arms": [rows[arm.name] | {"rounds": [each.as_json() for each in arm.rounds]} for arm in arms]})
+    options.write({"arms": [rows[arm.name] | {"rounds": arm.rounds} for arm in arms]})
     return 0
 
 

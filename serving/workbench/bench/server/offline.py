@@ -65,14 +65,8 @@ class OfflineResult:
 
     def print(self) -> None:
         print(f"\ngenerate: {self.workload}, all cores")
-        head = {
-            "": "",
-            "ms": ".0f",
-            "tokens/s": ".0f",
-            "over transformers": ".2f",
-            "over offline": ".2f",
-            "same": ".1%",
-        }
+        head = {"": "", "ms": ".0f", "tokens/s": ".0f"}
+        head |= {"over transformers": ".2f", "over offline": ".2f", "same": ".1%"}
         figures = (self.tokens_per_s, self.over_transformers, self.over_offline, self.same)
         rows = [(name, bootstrap(ms), *(each.get(name) for each in figures)) for name, ms in self.arms_ms.items()]
         print(table(head, rows), flush=True)
@@ -151,18 +145,13 @@ def measure_offline(
         measured = interleave_arms({name: timed(arm) for name, arm in arms.items()}, blocks, label="generate")
     new_tokens = workload.prompts * workload.output_len
     base = {name: f"offline_{name.rsplit('_', 1)[-1]}" for name in arms if name.startswith(("served", "streamed"))}
-    return OfflineResult(
-        workload=workload,
-        arms_ms=measured,
-        tokens_per_s={name: bootstrap([new_tokens / ms * 1e3 for ms in values]) for name, values in measured.items()},
-        over_transformers={
-            name: paired(measured["transformers"], values)
-            for name, values in measured.items()
-            if transformers and name != "transformers"
-        },
-        over_offline={name: paired(measured[other], measured[name]) for name, other in base.items()},
-        same=same,
-    )
+    tokens_per_s = {name: bootstrap([new_tokens / ms * 1e3 for ms in values]) for name, values in measured.items()}
+    ours = measured if transformers else {}
+    over_transformers = {
+        name: paired(measured["transformers"], values) for name, values in ours.items() if name != "transformers"
+    }
+    over_offline = {name: paired(measured[other], measured[name]) for name, other in base.items()}
+    return OfflineResult(workload, measured, tokens_per_s, over_transformers, over_offline, same)
 
 
 def _options(data_parallel: int, tensor_parallel: int, workload: Workload) -> dict[str, Any]:

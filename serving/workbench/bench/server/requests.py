@@ -9,18 +9,24 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import httpx
 import msgspec
 
 from ubatch import UBatchError
 
-_Decoded = TypeVar("_Decoded")
-
 
 class RequestFailed(UBatchError):
-    """The server refused a request, or its answer does not follow the API; the message quotes the answer."""
+    """The server refused a request, or its answer does not follow the API; the message quotes the answer.
+
+    Args:
+        code: of the API's error, such as `poisonous_request`, if the server named one.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class Endpoint(StrEnum):
@@ -144,8 +150,15 @@ class _Text(msgspec.Struct):
     content: str | None = None
 
 
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
+
+
 class _Choice(msgspec.Struct):
+    index: int = 0
     text: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
     delta: _Text | None = None
     message: _Text | None = None
     finish_reason: str | None = None
@@ -177,9 +190,7 @@ class _Reading:
 
     def take(self, payload: bytes, now: float) -> None:
         """Add one JSON object: a whole answer, or one event of a stream."""
-        answer = decode_answer(_decode, payload)
-        if answer.error is not None:
-            raise RequestFailed(message_of(answer.error))
+        answer = read_answer(payload)
         self.usage = answer.usage or self.usage
         for choice in answer.choices:
             holder = choice.delta or choice.message
@@ -255,34 +266,32 @@ async def send(server: Server, client: httpx.AsyncClient, task: Task, started: f
     reading = _Reading(time.perf_counter())
     status, error = Status.OK, None
     try:
-        async with client.stream("POST", server.endpoint.path, json=_body(server, task)) as response:
-            if response.status_code != httpx.codes.OK:
-                raise refused(response, await response.aread())
-            if server.stream:
-                status = await _read_stream(response, reading, task.cancel_after)
-            else:
-                reading.take(await response.aread(), time.perf_counter())
+        async with (
+            client.stream("POST", server.endpoint.path, json=_body(server, task)) as response,
+            aclosing(read_payloads(response, stream=server.stream)) as payloads,
+        ):
+            async for payload, now in payloads:
+                reading.take(payload, now)
+                if task.cancel_after is not None and len(reading.times) >= task.cancel_after:
+                    status = Status.CANCELLED  # leaving closes the connection
+                    break
     except (httpx.HTTPError, RequestFailed) as failure:
         status, error = Status.FAILED, f"{type(failure).__name__}: {failure}"
     return reading.outcome(task, status, started, streamed=server.stream, error=error)
 
 
-async def _read_stream(response: httpx.Response, reading: _Reading, cancel_after: int | None) -> Status:
-    """Read to the end, or until `cancel_after` events; returning then closes the connection."""
-    async with aclosing(read_events(response)) as events:
-        async for payload, now in events:
-            reading.take(payload, now)
-            if cancel_after is not None and len(reading.times) >= cancel_after:
-                return Status.CANCELLED
-    return Status.OK
-
-
-async def read_events(response: httpx.Response) -> AsyncGenerator[tuple[bytes, float], None]:
-    """The JSON of each server-sent event, and the time at which it was read, up to the end after `[DONE]`.
+async def read_payloads(response: httpx.Response, *, stream: bool) -> AsyncGenerator[tuple[bytes, float], None]:
+    """The JSON of an answer, or of each of its server-sent events up to the end after `[DONE]`; and the time at which
+    it was read.
 
     Raises:
-        RequestFailed: the stream ended without `[DONE]`.
+        RequestFailed: the server refused the request, or the stream ended without `[DONE]`.
     """
+    if response.status_code != httpx.codes.OK:
+        raise refused(response, await response.aread())
+    if not stream:
+        yield await response.aread(), time.perf_counter()
+        return
     rest, done = b"", False
     chunks = cast("AsyncGenerator[bytes, None]", response.aiter_bytes())  # httpx's annotation is too wide
     async with aclosing(chunks):
@@ -309,27 +318,44 @@ def _body(server: Server, task: Task) -> dict[str, Any]:
     return body
 
 
-def decode_answer(decode: Callable[[bytes], _Decoded], payload: bytes) -> _Decoded:
+async def ask_json(client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """The JSON of an answer.
+
+    Raises:
+        RequestFailed: the server refused the request.
+    """
+    response = await client.request(method, path, json=body)
+    if response.status_code != httpx.codes.OK:
+        raise refused(response, response.content)
+    return response.json()
+
+
+def read_answer(payload: bytes) -> _Answer:
     """Decode JSON of the API.
 
     Raises:
-        RequestFailed: it is something else.
+        RequestFailed: it is something else, or an error.
     """
     try:
-        return decode(payload)
+        answer = _decode(payload)
     except msgspec.MsgspecError as error:
         raise RequestFailed(f"not an answer of the API ({error}): {payload[:200]!r}") from error
+    if answer.error is not None:
+        raise _failed(answer.error)
+    return answer
 
 
 def refused(response: httpx.Response, body: bytes) -> RequestFailed:
     """The error for an answer that is not 200, with its OpenAI error message if it has one."""
     try:
-        message = message_of(_decode(body).error)
+        error = _decode(body).error
     except msgspec.MsgspecError:
-        message = body[:200].decode(errors="replace")
-    return RequestFailed(f"{response.request.url} answers {response.status_code}: {message}")
+        error = body[:200].decode(errors="replace")
+    return _failed(error, f"{response.request.url} answers {response.status_code}: ")
 
 
-def message_of(error: Any) -> str:
-    """The message of an error of the API."""
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+def _failed(error: Any, before: str = "") -> RequestFailed:
+    """An error of the API, with its message and its code."""
+    told = error if isinstance(error, dict) else {"message": error}
+    code = told.get("code")
+    return RequestFailed(f"{before}{told.get('message', error)}", None if code is None else str(code))

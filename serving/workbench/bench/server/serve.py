@@ -16,8 +16,7 @@ from serving.arguments.fields import Flag
 from serving.options.flags.fields import ApiKey
 from serving.progress import progress
 from serving.workbench.bench.options import SERVER, ReportOptions
-from serving.workbench.bench.server.figures import figures_of
-from serving.workbench.bench.server.load import Load, OrInfinite, make_tasks, served_model
+from serving.workbench.bench.server.load import Load, OrInfinite, figures_of, make_tasks, served_model
 from serving.workbench.bench.server.requests import Endpoint, Outcome, Server, send_all
 from ubatch import ConfigError
 
@@ -28,19 +27,19 @@ class Options(Load, ReportOptions):
     unwritten: ClassVar[frozenset[str]] = frozenset({"api_key"})
     measures = SERVER
 
-    url: Annotated[str, Flag(alias="--base-url"), Field(description="the server, with or without /v1")] = (
-        "http://127.0.0.1:8000"
+    url: Annotated[str, Flag(alias="--base-url")] = Field(
+        "http://127.0.0.1:8000", description="the server, with or without /v1"
     )
-    model: Annotated[str | None, Field(description="served name; the first of /v1/models if not given")] = None
-    endpoint: Annotated[Endpoint, Field(description="which API")] = Endpoint.COMPLETIONS
-    api_key: Annotated[ApiKey, Flag(secret=True), Field(description="sent as a bearer token")] = None
-    max_concurrency: Annotated[int | None, Field(ge=1, description="most requests at once")] = None
-    stream: Annotated[bool, Field(description="stream the answers")] = True
-    ignore_eos: Annotated[bool, Field(description="generate all tokens, past an end token")] = False
-    temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 0.0
-    timeout_s: Annotated[
-        OrInfinite, Field(description="a request fails after this time without a byte; inf waits for ever")
-    ] = 600.0
+    model: str | None = Field(None, description="served name; the first of /v1/models if not given")
+    endpoint: Endpoint = Field(Endpoint.COMPLETIONS, description="which API")
+    api_key: Annotated[ApiKey, Flag(secret=True)] = Field(None, description="sent as a bearer token")
+    max_concurrency: int | None = Field(None, ge=1, description="most requests at once")
+    stream: bool = Field(True, description="stream the answers")
+    ignore_eos: bool = Field(False, description="generate all tokens, past an end token")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    timeout_s: OrInfinite = Field(
+        600.0, description="a request fails after this time without a byte; inf waits for ever"
+    )
 
 
 def run(options: Options) -> int:

@@ -12,7 +12,7 @@ A visit is one call of `LLM.generate`. The parts are measured beside it, one cal
 and the tokenizer, once.
 
 On a CPU a step's masks are filled after its forward; on a GPU they are filled while it runs. What that hides is shown
-by the same three arms on a fake device (`structured_device`).
+by the same three arms on a fake device (`fake_device`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from pydantic import Field
@@ -35,8 +35,8 @@ from model_runner import GrammarRows, RandomDeepseekV3, RandomQwen3Moe, Sampling
 from serving.llm import LLM
 from serving.structured.matcher import GrammarCompiler, load_grammar_tokenizer
 from serving.workbench.bench.options import SERVER, Dtype
+from serving.workbench.bench.server.fake_device import measure_device
 from serving.workbench.bench.server.offline import Workload, random_prompts
-from serving.workbench.bench.server.structured_device import measure_device
 from serving.workbench.bench.statistics import Interval, bootstrap, interleave_arms, paired, print_arms, print_machine
 from serving.workbench.bench.step_setting import ModelOptions, model_folder
 from ubatch import UBatchError
@@ -55,14 +55,14 @@ class Options(ModelOptions):
     measures = (*SERVER, "serving/structured")
     of_random = (*ModelOptions.of_random, "vocabulary")
 
-    requests: Annotated[int, Field(ge=2, description="that decode together")] = 64
-    prompt: Annotated[int, Field(ge=1, description="tokens of a prompt")] = 16
-    tokens: Annotated[int, Field(ge=2, description="of each output")] = 64
-    vocabulary: Annotated[
-        int | None, Field(ge=1000, description="of the random model, and of a tokenizer made for it; 2048 if not given")
-    ] = None
-    device_ms: Annotated[float, Field(gt=0, description="milliseconds of a step of the fake device")] = 10.0
-    dtype: Annotated[Dtype, Field(description="of the model")] = "float32"
+    requests: int = Field(64, ge=2, description="that decode together")
+    prompt: int = Field(16, ge=1, description="tokens of a prompt")
+    tokens: int = Field(64, ge=2, description="of each output")
+    vocabulary: int | None = Field(
+        None, ge=1000, description="of the random model, and of a tokenizer made for it; 2048 if not given"
+    )
+    device_ms: float = Field(10.0, gt=0, description="milliseconds of a step of the fake device")
+    dtype: Dtype = Field("float32", description="of the model")
 
     @property
     def size(self) -> RandomQwen3Moe | RandomDeepseekV3:

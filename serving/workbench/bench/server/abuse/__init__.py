@@ -5,7 +5,3 @@ attacks     one after the other, each with the statuses that the server may answ
 rounds      a thousand streams at once, a third of them dropped midway, repeated: nothing may leak, memory may not grow
 hang        one rank is stopped: `/health` must report it, requests must fail with its name, the server must end
 """
-
-from serving.workbench.bench.server.abuse.command import Options, run
-
-__all__ = ["Options", "run"]

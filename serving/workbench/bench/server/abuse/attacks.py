@@ -187,9 +187,7 @@ def _tools(target: Target) -> list[Mapping[str, Any]]:
     functions: list[list[dict[str, Any]]] = [
         [{"name": f"f{number}", "description": "to be or not " * 8000} for number in range(70)],
         [{"name": f"f{number}"} for number in range(5000)],
-        [{"name": "f", "parameters": schema} for schema in (deep,)],
-        [{"name": "f", "parameters": schema} for schema in (wide,)],
-        [{"name": "f", "parameters": schema} for schema in (hostile,)],
+        *([{"name": "f", "parameters": schema}] for schema in (deep, wide, hostile)),
         [{"name": "f", "parameters": {"$ref": "#"}}, {"name": "f"}],
     ]
     said = {"model": target.server.model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
@@ -199,6 +197,10 @@ def _tools(target: Target) -> list[Mapping[str, Any]]:
 
 def _long_texts(target: Target) -> list[Mapping[str, Any]]:
     return [target.body(prompt="to be or not " * count) for count in (10_000, 100_000, 600_000)]
+
+
+def _many_outputs(target: Target) -> list[Mapping[str, Any]]:
+    return [target.body(prompt=[target.prompt(4)] * 5000, n=10)]
 
 
 def _tokenize(target: Target) -> list[Mapping[str, Any]]:
@@ -342,25 +344,20 @@ async def _profiles(target: Target) -> Answers:
 # -- loads
 
 
-async def _short_behind(target: Target, body: Mapping[str, Any]) -> Answers:
-    """Send a short request right after a large one; its waiting time is among the answers."""
-    large = asyncio.create_task(_post(target, msgspec.json.encode(body)))
-    await asyncio.sleep(0.3)
-    asked = time.perf_counter()
-    short = await _post(target, msgspec.json.encode(target.body(max_tokens=1)))
-    waited_s = time.perf_counter() - asked
-    return [*await large, *short, waited_s]
+def _short_behind(count: int, length: int) -> Callable[[Target], Awaitable[Answers]]:
+    """Send a short request right after a body with so many prompts of this length; its waiting time is among the
+    answers."""
 
+    async def run(target: Target) -> Answers:
+        prompts = [target.prompt(min(length, target.max_model_len - 16), seed) for seed in range(count)]
+        large = asyncio.create_task(_post(target, msgspec.json.encode(target.body(prompt=prompts, max_tokens=8))))
+        await asyncio.sleep(0.3)
+        asked = time.perf_counter()
+        short = await _post(target, msgspec.json.encode(target.body(max_tokens=1)))
+        waited_s = time.perf_counter() - asked
+        return [*await large, *short, waited_s]
 
-async def _many_prompts(target: Target) -> Answers:
-    prompts = [target.prompt(8, seed) for seed in range(1000)]
-    return await _short_behind(target, target.body(prompt=prompts, max_tokens=8))
-
-
-async def _many_long_prompts(target: Target) -> Answers:
-    length = min(1000, target.max_model_len - 16)
-    prompts = [target.prompt(length, seed) for seed in range(200)]
-    return await _short_behind(target, target.body(prompt=prompts, max_tokens=8))
+    return run
 
 
 async def _arrivals(target: Target) -> Answers:
@@ -385,12 +382,7 @@ ATTACKS: tuple[Attack, ...] = tuple(
         ("bodies of 100 MB", _large, {_TOO_LARGE, "closed"}, {_TOO_LARGE}),
         ("prompts of 0.1, 1.3 and 7.8 MB", _bodies(_long_texts), {_WRONG}, {_WRONG}),
         ("5 MB to tokenize", _bodies(_tokenize, "/tokenize"), {_OK, _WRONG}, ()),
-        (
-            "5,000 prompts x 10 outputs",
-            _bodies(lambda target: [target.body(prompt=[target.prompt(4)] * 5000, n=10)]),
-            {_WRONG},
-            {_WRONG},
-        ),
+        ("5,000 prompts x 10 outputs", _bodies(_many_outputs), {_WRONG}, {_WRONG}),
         ("300,000 biases, a million stop ids", _bodies(_biases), {_WRONG}, {_WRONG}),
         ("as many biases as allowed", _bodies(_most_biases), {_OK}, {_OK}),
         ("bodies that are broken or wrong", _bodies(_broken), {_WRONG}, {_WRONG}),
@@ -405,8 +397,8 @@ ATTACKS: tuple[Attack, ...] = tuple(
         ("what is no HTTP", _garbage, {_WRONG, "404", "408", "431", "closed"}, {_WRONG}),
         ("more connections than there may be", _flood, {_OK, "503", "closed"}, {"503"}),
         ("paths that are off or none", _profiles, {"404", "405"}, {"404"}),
-        ("1,000 prompts in one body", _many_prompts, {_OK}, {_OK}),
-        ("200 prompts of 1,000 tokens in one body", _many_long_prompts, {_OK}, {_OK}),
+        ("1,000 prompts in one body", _short_behind(1000, 8), {_OK}, {_OK}),
+        ("200 prompts of 1,000 tokens in one body", _short_behind(200, 1000), {_OK}, {_OK}),
         ("prompts of 900 tokens arrive", _arrivals, {_OK}, {_OK}),
     )
 )

@@ -1,37 +1,27 @@
-"""The command: its flags, its phases, its table and its verdict."""
+"""The command: its flags, its phases, its table and its verdict; and the checkpoint with a token that is poison."""
 
 from __future__ import annotations
 
 import asyncio
-import resource
+import json
 import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 
 from serving.arguments.fields import Flag
 from serving.progress import progress
 from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
+from serving.workbench.bench.server.abuse import checks
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
-from serving.workbench.bench.server.abuse.judge import (
-    Row,
-    faults_of_hang,
-    faults_of_memory,
-    faults_of_rounds,
-    faults_of_windows,
-    stretch,
-)
-from serving.workbench.bench.server.abuse.poison import poisoned_copy
-from serving.workbench.bench.server.abuse.rounds import Hang, Round, hang, rest, rounds
-from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references, resident_bytes
+from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references
 from serving.workbench.bench.server.load import read_steps, served_model, token_pool
-from serving.workbench.bench.server.process import ServerProcess, running_server
-from serving.workbench.bench.server.requests import Server
+from serving.workbench.bench.server.process import Subject, resident_bytes, subject
 from serving.workbench.bench.statistics import table
 from ubatch import ConfigError
 
@@ -55,16 +45,16 @@ class Options(ReportOptions):
     unwritten = frozenset({"model"})
     measures = SERVER
 
-    model: Annotated[Checkpoint, Flag(positional=True), Field(description="folder of a checkpoint in safetensors")]
-    only: Annotated[tuple[str, ...], Field(description="attacks whose names contain one of these; all if none")] = ()
-    streams: Annotated[int, Field(ge=1, description="streams during the attacks")] = 50
-    alone_s: Annotated[float, Field(gt=0, description="seconds of the streams alone, before and after")] = 10.0
-    arrivals_s: Annotated[float, Field(gt=0, description="seconds during which prompts of 900 tokens arrive")] = 20.0
-    rounds: Annotated[int, Field(ge=0, description="loads of which a third is dropped midway")] = 5
-    round_streams: Annotated[int, Field(ge=3, description="streams of such a load")] = 1000
-    hang: Annotated[bool, Field(description="stop a rank at the end")] = True
-    timeout_s: Annotated[float, Field(ge=5, description="the server's: after it, a rank counts as hung")] = 15.0
-    serve_flags: Annotated[ServeFlags, Field(description="more flags of the server, besides " + " ".join(FLAGS))] = ""
+    model: Annotated[Checkpoint, Flag(positional=True)] = Field(description="folder of a checkpoint in safetensors")
+    only: tuple[str, ...] = Field((), description="attacks whose names contain one of these; all if none")
+    streams: int = Field(50, ge=1, description="streams during the attacks")
+    alone_s: float = Field(10.0, gt=0, description="seconds of the streams alone, before and after")
+    arrivals_s: float = Field(20.0, gt=0, description="seconds during which prompts of 900 tokens arrive")
+    rounds: int = Field(5, ge=0, description="loads of which a third is dropped midway")
+    round_streams: int = Field(1000, ge=3, description="streams of such a load")
+    hang: bool = Field(True, description="stop a rank at the end")
+    timeout_s: float = Field(15.0, ge=5, description="the server's: after it, a rank counts as hung")
+    serve_flags: ServeFlags = Field("", description="more flags of the server, besides " + " ".join(FLAGS))
 
 
 def run(options: Options) -> int:
@@ -74,62 +64,46 @@ def run(options: Options) -> int:
         ConfigError: no attack has that name, or the checkpoint cannot be poisoned.
         ServerFailed: the server did not start.
     """
+    from serving.api.http.connections import raise_file_limit
+
     attacks = [each for each in ATTACKS if not options.only or any(part in each.name for part in options.only)]
     if not attacks:
         names = "; ".join(each.name for each in ATTACKS)
         raise ConfigError(f"--only {' '.join(options.only)} names no attack. There are: {names}.")
-    _open_files()
+    raise_file_limit()  # a thousand streams need as many sockets in this process, too
     with tempfile.TemporaryDirectory(prefix="ubatch-abuse-") as folder:
         poisoned = poisoned_copy(options.model, Path(folder))
         flags = [*FLAGS, f"--timeout-s={options.timeout_s}", *shlex.split(options.serve_flags)]
         print(f"ubatch serve {options.model} {' '.join(flags)}")
-        with running_server(Path(folder), flags) as process:
-            return asyncio.run(_Abuse(options, process, poisoned).run(attacks))
-
-
-def _open_files() -> None:
-    """Raise the limit of open files: a thousand streams need as many sockets in this process, too."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65535 if hard == resource.RLIM_INFINITY else min(hard, 65535)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with subject(Path(folder), flags) as attacked:
+            return asyncio.run(_Abuse(options, attacked, poisoned).run(attacks))
 
 
 class _Abuse:
     """One run of the command on a server, whose token `poisoned` has nan as its embedding."""
 
-    def __init__(self, options: Options, process: ServerProcess, poisoned: int) -> None:
-        self._options, self._process, self._poisoned = options, process, poisoned
+    def __init__(self, options: Options, attacked: Subject, poisoned: int) -> None:
+        self._options, self._attacked, self._poisoned = options, attacked, poisoned
         self._faults: list[str] = []
 
     async def run(self, attacks: Sequence[Attack]) -> int:
         """Run all phases; prints each when it ends."""
-        options, process = self._options, self._process
-        asked = Server(process.base_url)
-        model = await served_model(asked, None)
-        server = Server(process.base_url, model.name)
+        options, server = self._options, self._attacked.server
+        model = await served_model(server, None)
         pool = [token for token in await token_pool(server) if token != self._poisoned]
         target = Target(server, pool, self._poisoned, model.max_model_len or 1024, _MAX_CONNECTIONS, options.arrivals_s)
         rows = await self._attack(target, attacks)
-        peak, overlapped = resident_bytes(process.process.pid, peak=True), (await read_steps(server))["engaged"]
+        peak, overlapped = resident_bytes(self._attacked.pid, peak=True), (await read_steps(server))["engaged"]
         print(f"the API process took at most {peak / 1e6:.0f} MB; {overlapped} steps overlapped")
-        self._faults += faults_of_memory(peak, overlapped)
-        done = await self._rounds(server)
-        hung = await self._hang(server) if options.hang else None
-        options.write(
-            {
-                "windows": [asdict(row) for row in rows],
-                "gap_p99_ratio": stretch(rows),
-                "peak_resident_bytes": peak,
-                "rounds": [asdict(each) for each in done],
-                "hang": asdict(hung) if hung is not None else None,
-                "faults": self._faults,
-            }
-        )
+        self._faults += checks.faults_of_memory(peak, overlapped)
+        done = await self._rounds()
+        hung = await self._hang() if options.hang else None
+        figures = {"windows": rows, "gap_p99_ratio": checks.stretch(rows), "peak_resident_bytes": peak, "rounds": done}
+        options.write(figures | {"hang": hung, "faults": self._faults})
         print("\n".join(f"FAULT: {fault}" for fault in self._faults) or "every promise was kept")
         return 1 if self._faults else 0
 
-    async def _attack(self, target: Target, attacks: Sequence[Attack]) -> list[Row]:
+    async def _attack(self, target: Target, attacks: Sequence[Attack]) -> list[checks.Row]:
         """Run the streams alone, then during each attack, then alone again."""
         options = self._options
         answer_tokens = min(_ANSWER_TOKENS, target.max_model_len - 16)
@@ -146,11 +120,11 @@ class _Abuse:
                 await watch.during(_BETWEEN, 1.0)
             await watch.during(f"{_ALONE}, afterwards", options.alone_s)
             watch.window(_END)
-        if (held := await rest(target.server)) is not None:
+        if (held := await checks.rest(target.server)) is not None:
             self._faults.append(f"after the attacks the engines hold {held}")
         rows = [_row(watch.seen(window), window, *by_window.get(id(window), (None, []))) for window in watch.windows]
         _print_rows([row for row in rows if row.name not in (_BEGIN, _BETWEEN, _END)])
-        self._faults += faults_of_windows(rows)
+        self._faults += checks.faults_of_windows(rows)
         return rows
 
     async def _run(self, attack: Attack, target: Target, answers: Answers) -> None:
@@ -159,36 +133,36 @@ class _Abuse:
         except OSError as error:  # an error of the attack's own connection counts as an answer
             answers.append(type(error).__name__)
 
-    async def _rounds(self, server: Server) -> list[Round]:
+    async def _rounds(self) -> list[checks.Round]:
         options = self._options
-        done = await rounds(server, self._process, options.rounds, options.round_streams)
+        done = await checks.rounds(self._attacked, options.rounds, options.round_streams)
         for number, each in enumerate(done, 1):
             memory = " ".join(f"{resident / 1e6:.0f}" for resident in each.resident)
             print(
                 f"round {number}: {each.ok} whole, {each.cancelled} dropped, {each.failed} failed, {each.wrong} wrong; "
                 f"memory of API and engines {memory} MB"
             )
-        self._faults += faults_of_rounds(done, options.round_streams)
+        self._faults += checks.faults_of_rounds(done, options.round_streams)
         return done
 
-    async def _hang(self, server: Server) -> Hang:
-        seen = await hang(server, self._process, self._options.timeout_s)
+    async def _hang(self) -> checks.Hang:
+        seen = await checks.hang(self._attacked, self._options.timeout_s)
         times = ["-" if each is None else f"{each:.1f} s" for each in (seen.unhealthy_s, seen.ended_s)]
         print(
             f"rank {seen.rank} stopped: /health 503 after {times[0]}, ended after {times[1]} with status "
             f"{seen.exit_status}"
         )
-        self._faults += faults_of_hang(seen, self._options.timeout_s)
+        self._faults += checks.faults_of_hang(seen, self._options.timeout_s)
         return seen
 
 
-def _row(seen: Seen, window: Window, attack: Attack | None, answers: Answers) -> Row:
+def _row(seen: Seen, window: Window, attack: Attack | None, answers: Answers) -> checks.Row:
     counted = Counter(answer for answer in answers if isinstance(answer, str))
     unexpected: list[str] = []
     if attack is not None:
         unexpected = sorted(counted.keys() - attack.answers)
         unexpected += [f"no {answer}" for answer in sorted(attack.needs - counted.keys())]
-    return Row(
+    return checks.Row(
         name=window.name,
         seconds=window.ended - window.begun,
         answers=dict(counted),
@@ -200,12 +174,12 @@ def _row(seen: Seen, window: Window, attack: Attack | None, answers: Answers) ->
     )
 
 
-def _answers(row: Row) -> str:
+def _answers(row: checks.Row) -> str:
     answers = [f"{answer} x {count}" if count > 1 else answer for answer, count in row.answers.items()]
     return ", ".join([*answers, *(f"a short request waited {wait:.2f} s" for wait in row.waits_s)])
 
 
-def _print_rows(rows: Sequence[Row]) -> None:
+def _print_rows(rows: Sequence[checks.Row]) -> None:
     head = {"": "", "s": ".1f", "health, ms": ".0f", "gap p50, ms": ".1f", "p99, ms": ".1f", "tok/s": ".0f"}
     cells = []
     for row in rows:
@@ -214,6 +188,46 @@ def _print_rows(rows: Sequence[Row]) -> None:
         cells.append((row.name, row.seconds, row.health_s * 1e3, *gaps, seen.tokens_per_s))
     for line, answers in zip(table(head, cells).splitlines(), ("answers", *map(_answers, rows)), strict=True):
         print(f"{line}  {answers}")
-    ratio = stretch(rows)
+    ratio = checks.stretch(rows)
     if ratio is not None:
         print(f"p99 of the streams' inter-token latency while long prompts arrive: {ratio:.2f} of that alone")
+
+
+# -- the poison --------------------------------------------------------------------------------------------------------
+
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def poisoned_copy(model: Path, folder: Path) -> int:
+    """Fill an empty folder with links to the checkpoint's files and a changed embedding; returns the poisoned token's
+    id.
+
+    A tied output head is untied, so that it keeps its weights.
+
+    Raises:
+        ConfigError: the model is no checkpoint in safetensors, or its embedding has another name.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model} is not the folder of a checkpoint: {error}.") from error
+    index = model / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    name = places.get(_EMBEDDING, "model.safetensors")
+    tensors = load_file(model / name) if (model / name).is_file() else {}
+    if _EMBEDDING not in tensors:
+        raise ConfigError(f"{model} has no {_EMBEDDING} in safetensors; give the folder of another checkpoint.")
+    if config.get("tie_word_embeddings"):
+        tensors[_HEAD] = tensors[_EMBEDDING].clone()
+        places |= {_HEAD: name} if places else {}
+    token = len(tensors[_EMBEDDING]) - 1
+    tensors[_EMBEDDING][token] = float("nan")
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    if places:
+        (folder / index.name).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for file in model.iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file.resolve())
+    return token

@@ -6,12 +6,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import numpy as np
 
-from serving.workbench.bench.server.requests import GREEDY, Outcome, RequestFailed, Server, Status, Task, refused, send
+from serving.workbench.bench.server.requests import GREEDY, Outcome, Server, Status, Task, ask_json, send
 
 _EVERY_S = 0.1
 _TIE = 1e-3
@@ -47,10 +46,8 @@ async def ask_references(server: Server, asked: Sequence[tuple[Sequence[int], in
 
         async def ask(prompt: Sequence[int], max_tokens: int) -> Reference:
             body = {"model": server.model, "prompt": list(prompt), "max_tokens": max_tokens, "logprobs": 2}
-            answer = await client.post(server.endpoint.path, json={**body, **GREEDY})
-            if answer.status_code != httpx.codes.OK:
-                raise refused(answer, answer.content)
-            choice = answer.json()["choices"][0]
+            answer = await ask_json(client, "POST", server.endpoint.path, {**body, **GREEDY})
+            choice = answer["choices"][0]
             told = choice["logprobs"]
             close = [_margin(likeliest) < _TIE for likeliest in told["top_logprobs"]]
             ties = tuple(offset for offset, tie in zip(told["text_offset"], close, strict=True) if tie)
@@ -174,15 +171,3 @@ class Watch:
                     window.unhealthy.append(type(error).__name__)
                 window.health_s.append(time.perf_counter() - asked)
                 await asyncio.sleep(_EVERY_S)
-
-
-def resident_bytes(pid: int, *, peak: bool = False) -> int:
-    """Resident memory of a process: now, or its peak so far."""
-    field_name = "VmHWM:" if peak else "VmRSS:"
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(field_name):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    raise RequestFailed(f"process {pid} of the server is gone.")
