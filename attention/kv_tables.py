@@ -16,8 +16,6 @@ reader's lane or in an earlier one, because lanes run each layer in lane order:
 A request that straddles a cut reads in the later lane the KV that it wrote in the earlier one: safe by the same order.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

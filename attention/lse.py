@@ -8,8 +8,6 @@ A piece without a visible key has `lse` -inf and weight 0.
 Source: online softmax (Milakov and Gimelshein, 2018); merging as in flash decoding.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

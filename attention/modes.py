@@ -3,8 +3,6 @@
 A new mode is added here; planners and back ends read this table instead of listing modes themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum

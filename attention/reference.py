@@ -8,8 +8,6 @@ is fp8), and one request, one query token and one head at a time attends over th
     sliding window      of those, the ones fewer than `sliding_window` positions back; sibling drafts share a position
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

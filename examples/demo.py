@@ -12,8 +12,6 @@ communication take as long as compute, because loopback is too fast to be worth 
 The exit status is 1 if the tokens differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

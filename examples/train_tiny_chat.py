@@ -17,8 +17,6 @@ transformers 5.23). As with `train_tiny_moe.py`, the same seed, thread count, Py
 bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -16,8 +16,6 @@ The number of steps is fixed, never a time limit, and torch runs deterministic k
 Python and library versions give the same bytes. Another Python version has another standard library, so another model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

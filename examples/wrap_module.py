@@ -7,8 +7,6 @@ code is as it would be without this project, except that the all-reduce is `ubat
 wrapped, the batch runs as two microbatches, and one computes while the other's all-reduce is in flight.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

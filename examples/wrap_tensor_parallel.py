@@ -8,8 +8,6 @@ With `intercept_collectives=True` a wait inside torch switches to the other micr
 microbatches, and one computes while the other's all-reduce is in flight.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

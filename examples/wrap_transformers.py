@@ -7,8 +7,6 @@ half of the experts, and `UBatchWrapper` overlaps their dispatch and combine. Ea
 and `generate` must equal the untouched model's.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -11,8 +11,6 @@ Two forms, each with and without the wrapper; logits and `generate` must equal t
                                     tokens to their experts; works for every MoE with an expert-parallel plan
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping

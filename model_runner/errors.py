@@ -1,7 +1,5 @@
 """Errors of a checkpoint, a request, or the order of steps. All are `UBatchError`s."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

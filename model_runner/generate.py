@@ -5,8 +5,6 @@ prompts run first, together; then all running requests decode one token per step
 `generate` with its own prompts (possibly none); a rank that is done runs idle steps until all are done.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ The overlap loop launches the next step before it reads this step's result. It d
 tokens of the previous step that are not known yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice

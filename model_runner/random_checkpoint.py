@@ -8,8 +8,6 @@ layers of hidden size 512, 32 experts of 256 of which a token visits 4, and a vo
     DeepSeek-V3    107 million; latent attention with 8 heads, two shared experts of 256, the first layer dense
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

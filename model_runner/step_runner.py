@@ -13,8 +13,6 @@ With several ranks each step is collective: a rank without requests launches `()
 tokens, because its experts are needed. When no rank has requests, nothing runs and `StepOutput.all_idle` says so.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext

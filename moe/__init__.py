@@ -19,8 +19,6 @@
 Depends only on `ubatch`.
 """
 
-from __future__ import annotations
-
 import typing
 import warnings
 

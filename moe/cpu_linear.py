@@ -7,8 +7,6 @@ because with few rows the time goes into reading the weight. Everything else (ot
 autocast, gradients) is `torch.nn.functional.linear`.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

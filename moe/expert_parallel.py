@@ -10,8 +10,6 @@ experts and run behind `FusedMoEModularKernel`, and so do its shared experts, wh
 is checked before the first block is touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast

@@ -7,8 +7,6 @@ and multiply many rows at 0.93 of the cores' peak. In bfloat16 (`grouped_linear_
 AMX multiplies several times as fast where the processor has it (`docs/cpu-kernels.md`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from array import array

@@ -5,8 +5,6 @@ Both places where a token's results are added up (over its experts on one rank, 
 batch, and it reads every row once, without the intermediate that gather + multiply + sum would write.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

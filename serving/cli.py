@@ -5,8 +5,6 @@ Each command is a module with a pydantic model `Options` (its flags, their help 
 more than the command line has a function `read(program, description, words)` in place of the model.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import io

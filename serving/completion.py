@@ -1,7 +1,5 @@
 """`ubatch completion`: a script by which a shell completes commands and flags."""
 
-from __future__ import annotations
-
 import re
 from contextlib import redirect_stdout, suppress
 from io import StringIO

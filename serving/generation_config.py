@@ -1,7 +1,5 @@
 """The sampling parameters that requests leave out: what a checkpoint recommends in its `generation_config.json`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ Config and tokenizer are downloaded first, so that settings that contradict them
 weights are downloaded. The process that starts the ranks downloads both, once per machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

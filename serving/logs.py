@@ -3,8 +3,6 @@
 2026-01-31 12:00:00.123 INFO  rank 1 engine ready kv_blocks=8192 memory="KV cache 256.0 MiB"
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

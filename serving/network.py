@@ -1,7 +1,5 @@
 """Choose the addresses that a job's processes listen on: only those that its other processes need."""
 
-from __future__ import annotations
-
 import array
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """Processes of ours: whether the one that started this one lives, how one has ended, and their end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import select

@@ -1,7 +1,5 @@
 """Progress on standard error: a bar in a terminal, a line at intervals in a file or a pipe."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -5,8 +5,6 @@ Otherwise the ranks are spawned here, and if one fails the others are ended. The
 folder, and gloo listens on the loopback address only.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

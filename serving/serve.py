@@ -3,8 +3,6 @@
 Machines other than the first only run engines.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ end       stop the engines, whatever happened before
 A second signal ends the server at once, in any phase.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

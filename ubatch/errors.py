@@ -4,8 +4,6 @@ All derive from `UBatchError`, except `LaneAborted`: that one unwinds the *other
 `BaseException`, which `except Exception` in a model cannot swallow, and it never reaches the caller.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -17,8 +17,6 @@ A runner of this project has voted and knows its slices. It comes in by a door o
 finds its graph.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading

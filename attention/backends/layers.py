@@ -8,8 +8,6 @@ with equal key/value heads share a cache (`LayersKVCache`), in which a back end 
 keep all keys and values, also those that their window has left behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -24,8 +24,6 @@ A_ij = beta_i (d_i / d_j) k_i k_j^T, j < i. The values that are written follow f
 Source: Yang et al., Gated Delta Networks, 2024, and Parallelizing Linear Transformers with the Delta Rule, 2024.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache

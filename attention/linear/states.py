@@ -16,8 +16,6 @@ A step changes states in place and cannot be repeated, unlike a step that only w
 how many tokens each state has seen, and `follow` refuses a step that does not go on from there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ Known of steps of one kind and about one size are their serial time, and how ove
 that, the answer is corrected. Where even an optimist expects nothing, nothing is tried.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

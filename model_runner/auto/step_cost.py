@@ -1,7 +1,5 @@
 """Cost of a step on this model, in floating-point operations: the weights of a split by cost."""
 
-from __future__ import annotations
-
 from attention import AttentionShape
 from model_runner.decoder.base import CausalLM
 from model_runner.decoder.layers import Projection

@@ -8,8 +8,6 @@ A step's time covers its forward and logits: on a GPU it is taken between two ev
 There, and with CUDA graphs, the host does not see the transfers, so only trials tell.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -8,8 +8,6 @@
 Copies run on a stream beside the steps' own. The host only asks whether they are over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -24,8 +24,6 @@ until the group is reset.
 On a GPU weights travel over pinned host memory: NCCL beside NCCL or DeepEP may hang (vLLM issue 33176).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import zlib

@@ -5,8 +5,6 @@ streams     for every two ranks, the experts that one sends the other, one behin
 rounds      pieces of all streams that travel together; no rank sends or receives more than a budget in one
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

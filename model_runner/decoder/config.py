@@ -3,8 +3,6 @@
 A family's `read_config` calls `read_decoder` with the entries in which it differs; `DecoderLM` builds the layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -7,8 +7,6 @@
 Source: DeepSeek-V2 (2024), section 2.1.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

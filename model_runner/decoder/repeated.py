@@ -11,8 +11,6 @@ Steps run as always with tensor parallelism, under a trace, torch's profiler or 
 forward hooks, or if torch computes anything else in a layer.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter

@@ -9,8 +9,6 @@ RotaryEmbedding  -> Rotation   multi-head attention: the layer rotates queries a
 RotaryTable      -> RopeTable  multi-head latent attention: the back end rotates, in a fused kernel
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -25,8 +25,6 @@ attention never sees it (it writes no KV), and merged lanes have none. In a shar
 Source: SGLang's `ScatterMode` and `LayerCommunicator`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property

@@ -30,8 +30,6 @@ A node is never more likely than its parent, so the parents of kept nodes are ke
 Source of trees: EAGLE-2 (Li and others, 2024), sections 4.1 and 4.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -24,8 +24,6 @@ equally many rows of every request pad the queries to the longest and unpad the 
 After a step without drafts the draft model runs all of its rows, at the same positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

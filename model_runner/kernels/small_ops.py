@@ -4,8 +4,6 @@ torch runs each as several operators, and a decode step in bfloat16 spends more 
 check with `runs_in_c` that the kernels take their tensors; the torch reference is in `model_runner.decoder.ops`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from pathlib import Path

@@ -10,8 +10,6 @@ Weights and caches are the exception: they live as long as their model. The larg
 closed (`lasting_memory`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Iterator, Sequence

@@ -12,8 +12,6 @@
 With several ranks all of them must measure together: steps and captures are collective.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -14,8 +14,6 @@ Source: DeepSeek-V2, DeepSeek-V3 (2024), GLM-4.5 (2025) and the `DeepseekV2ForCa
 `Glm4MoeForCausalLM` checkpoints on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -28,8 +28,6 @@ Qwen3-Next and Qwen3.5 keep the layer apart, as `mtp.layers.0`. It has full atte
 Source of the layer: DeepSeek-V3 (2024), section 2.2.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

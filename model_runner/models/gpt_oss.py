@@ -5,8 +5,6 @@ Its experts clamp gates and ups. Experts in MXFP4, as published, are dequantised
 Source: gpt-oss-120b and gpt-oss-20b Model Card (2025) and the `GptOssForCausalLM` checkpoints on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from model_runner.decoder.config import DecoderConfig, TensorNames, read_decoder, read_grouped_query, read_layer_windows

@@ -7,8 +7,6 @@ Source: The Llama 3 Herd of Models, Granite 3.0 Language Models (2024) and the `
 `GraniteMoeForCausalLM` and `GraniteMoeSharedForCausalLM` checkpoints on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

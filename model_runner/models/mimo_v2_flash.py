@@ -12,8 +12,6 @@ is DeepSeek-V3's, without shared experts; the first layer is dense. A config may
 Source: MiMo-V2-Flash Technical Report (2026) and the `MiMoV2FlashForCausalLM` checkpoint on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ Source: Mistral 7B (2023), Mixtral of Experts (2024) and the `MistralForCausalLM
 on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: OLMoE (2024) and the `OlmoeForCausalLM` checkpoints on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from model_runner.decoder.config import DecoderConfig, read_decoder, read_grouped_query

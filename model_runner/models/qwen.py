@@ -11,8 +11,6 @@ Source: Qwen2 Technical Report, Qwen1.5-MoE (2024), Qwen3 Technical Report (2025
 `Qwen2MoeForCausalLM`, `Qwen3ForCausalLM` and `Qwen3MoeForCausalLM` checkpoints on the Hugging Face hub.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

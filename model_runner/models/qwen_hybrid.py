@@ -10,8 +10,6 @@ Source: the `Qwen3NextForCausalLM` (2025) and `Qwen3_5MoeForConditionalGeneratio
 Face hub.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

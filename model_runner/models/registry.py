@@ -17,8 +17,6 @@ read, and no memory is taken. So a config with made-up sizes is refused before a
 does not ask for is known, whichever part of it a rank reads.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

@@ -18,8 +18,6 @@ last shares may hold padding: `valid_rows` is the number of rows that are tokens
 Source: SGLang's attention tensor parallelism in its data-parallel attention (`attn_tp`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -14,8 +14,6 @@ without flashinfer, with the same distribution.
 Source: flashinfer's documentation of `top_k_renorm_probs` and `top_p_renorm_probs`.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable

@@ -11,8 +11,6 @@ Every rank votes at every step, idle ones too: one small all-gather, which also 
 After the vote `plan_step` adds what the step needs: attention plans, forward contexts, and the model's arguments.
 """
 
-from __future__ import annotations
-
 import zlib
 from array import array
 from bisect import bisect_left

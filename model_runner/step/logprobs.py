@@ -7,8 +7,6 @@ A prompt may run in chunks. The last row of a chunk scores the first token of th
 result until the next chunk is read.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

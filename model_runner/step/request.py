@@ -8,8 +8,6 @@ know it yet.
 `RequestMemory` assigns rows of the request table and KV blocks to requests, and releases them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 

@@ -4,8 +4,6 @@ For measuring, and to test whether a model fits, without a download. A number de
 tensor and its index in the whole tensor, so ranks that share a tensor agree on it, however it is divided among them.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterable, Sequence

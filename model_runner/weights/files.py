@@ -11,8 +11,6 @@ or an attack, and would end in the allocator, or in numbers that are not finite.
 further (`model_runner.models.registry`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

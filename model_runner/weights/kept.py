@@ -12,8 +12,6 @@ The process that prepares the memory uses it as its next ones do, so weights are
 are private, so that what a process writes to them stays its own (copy on write).
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import io

@@ -14,8 +14,6 @@ compute dtype; those in fp8 are multiplied by their scales as they are read (`mo
 One pass reads the files from front to back, in any order of loading, see `model_runner.weights.weight_pass`.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections import Counter

@@ -8,8 +8,6 @@ there is no gather, no sorting by rank and no wait for counts: the number of tok
 vote (`ForwardContext.tokens_across_ranks`). Without a vote the ranks exchange it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -16,8 +16,6 @@ Waiting is sleeping: the emulated wire costs no CPU, as a network card's would n
 launch times; that a peer launched late shows through the real transfer underneath.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -14,8 +14,6 @@ dispatch:
 A back end that can do one of them better overrides it (`moe.all2all.base`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """`local`: one rank holds all experts, nothing travels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

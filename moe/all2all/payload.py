@@ -7,8 +7,6 @@ tensor row of that dtype and three messages become one.
 `check_dispatch` and `refuse_gradients` refuse what no transport carries between ranks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

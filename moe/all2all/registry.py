@@ -3,8 +3,6 @@
 `All2All` was a protocol up to 0.1.0. Back ends that do not inherit from it are adopted; the next release refuses them.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The result of the ranks' vote, for a transport."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

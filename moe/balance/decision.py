@@ -1,7 +1,5 @@
 """Whether a new placement pays for its move, and when to look before it is time. Pure functions of loads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import StrEnum

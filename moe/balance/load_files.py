@@ -6,8 +6,6 @@
 A step is any stretch of time. A file of `[layers, experts]` has one.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

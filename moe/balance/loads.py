@@ -9,8 +9,6 @@ Ranks that share experts step together, so a part has the same steps of all of t
 different rows, so no token is counted twice.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -5,8 +5,6 @@ augmenting paths (Jonker and Volgenant's form of the Hungarian algorithm). All p
 step a few operations of numpy on all of them; the loops are over rows, not over problems.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

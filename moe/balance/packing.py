@@ -6,8 +6,6 @@ expert on a rank twice. Loops are over replicas, not over problems; a problem is
 `change_replicas` and `swap` make better sets of given ones by few changes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from moe.placement import IDLE, Floats, Ints, count_replicas

@@ -11,8 +11,6 @@ Groups, replicas and packing are DeepSeek's algorithm (`packing`). A replica get
 by the rule of dispatch (`ExpertPlacement.dispatch_table`). All layers are planned together.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -8,8 +8,6 @@ The plain weights are deleted: these experts cannot be saved, trained or moved t
 them if they are faster; use `grouped` to keep the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Self
 

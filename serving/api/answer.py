@@ -1,7 +1,5 @@
 """Code shared by completions and chat completions: the answer, whole or streamed, is built from the same deltas."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from abc import ABC, abstractmethod

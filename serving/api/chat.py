@@ -1,7 +1,5 @@
 """`/v1/chat/completions`: answers conversations."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Turns a client's prompt (text, token ids or a conversation) into token ids."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Server-sent events, and work that ends when its client leaves."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress

@@ -3,8 +3,6 @@
 A turn is an output's text, read as content, reasoning and tool calls.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

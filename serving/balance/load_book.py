@@ -1,8 +1,6 @@
 """The experts' load over the last steps, of all ranks, and the placement that it is judged by; and the file that it is
 written to (`--expert-load-out`), now and then while engines run, and at their end."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

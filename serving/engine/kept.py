@@ -25,8 +25,6 @@ A process that dies between any two of these writes leaves a slot that is whole.
 reader see one half written; it notices by the checksum or by the counts, and reads again.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Starts, watches and ends the engine processes of one node."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import resource

@@ -25,8 +25,6 @@ for others, decides once, and uses the best one:
     3   a rank that reports a failed peer
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The settings of an engine, the same on every rank. They can be pickled. `serving.options` checks and derives them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

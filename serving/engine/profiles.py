@@ -1,7 +1,5 @@
 """Profiles of all ranks: ask every rank to write its trace, and wait for their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@
 The two are counted apart: a search does not use up what is for other failures.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping

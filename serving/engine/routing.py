@@ -6,8 +6,6 @@ conversation's own pages attract it. What different prompts begin with, such as 
 soon on all ranks, and would draw every new conversation to the first one.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@
 What ranks have prepared outlives their processes (`kept`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -10,8 +10,6 @@ A *step* of a draft network proposes one token of a chain, or one level of a tre
 Names are SGLang's, except that `num_draft_tokens` counts drafts: there the last known token is one of them.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from enum import StrEnum

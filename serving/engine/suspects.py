@@ -57,8 +57,6 @@ tested; without any, until the limit ends the run. Each innocent one waits for t
 then freely. Two requests that kill only together are cleared both, and kill again: the limit of restarts ends the run.
 """
 
-from __future__ import annotations
-
 import signal
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence

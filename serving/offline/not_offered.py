@@ -1,7 +1,5 @@
 """What vLLM has and this project has not, each with a sentence: names of its package, methods of `LLM`, fields."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any

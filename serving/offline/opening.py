@@ -2,8 +2,6 @@
 the checkpoint's files are read. vLLM's options are done, take another name here, or are refused with a sentence.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import weakref

@@ -5,8 +5,6 @@
 a list of any of these
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Mapping, Sequence

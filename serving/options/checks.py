@@ -1,7 +1,5 @@
 """Find settings that contradict each other, before anything starts; each message names both in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -9,8 +9,6 @@
 but allows only one of them. A schedule of the file's `schedules` is used as written, chunks included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ derive    what nobody gave                             here, `overlap`, `specula
 check     against the checkpoint and the machine       `checks`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

@@ -7,8 +7,6 @@ draft_model          its checkpoint         a chain or a tree, as eagle
 mtp                  nothing: the model's   a chain or a tree, as eagle
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 

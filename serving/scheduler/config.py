@@ -1,7 +1,5 @@
 """Settings of the scheduler, named as in vLLM or SGLang. `serving.options` checks them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

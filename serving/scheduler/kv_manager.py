@@ -12,8 +12,6 @@ it.
 Every block is free, or owned by the prefix cache, or owned by exactly one request. `check` verifies this.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -15,8 +15,6 @@ soon if it has few measurements or they contradict each other, otherwise rarely.
 count; a mixed step that took far too long lowers the limit at once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from typing import Literal, TypeAlias

@@ -13,8 +13,6 @@ new-token ratio. It falls with every decode step, and is estimated again from th
 is retracted. Source: SGLang's new-token ratio.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from serving.requests import SchedulerTotals

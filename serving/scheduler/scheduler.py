@@ -17,8 +17,6 @@ when its tokens fill its row or the whole cache, however many others run. So out
 Source: SGLang's scheduler; vLLM's names.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -14,8 +14,6 @@ tokens later anyway. Keys and values of rejected drafts are never shared: the pr
 full of the request's tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -15,8 +15,6 @@ waiting are admitted between two requests of a large body, which then progresses
 Source: start-time fair queueing (Goyal, Vin, Cheng 1996) with requests as units.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ newer is `{"type": "structural_tag", "format": ...}`, where a format is one of `
 Free text before a tag is a lazy lexeme: it ends where a trigger does, so that a trigger is never part of free text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

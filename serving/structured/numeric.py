@@ -14,8 +14,6 @@ Bounds: llguidance has two faults, which are written around here.
     maximum: 2.25                         it does not take 2.2: what the bound begins with
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence

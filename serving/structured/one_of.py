@@ -5,8 +5,6 @@ type, by a constant in a member that both have, by members that one requires and
 each option is narrowed to what does not fit the other (`complement`). Where that cannot be written, it is refused.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """What a user asks for: the form of an output. Fields and meanings are vLLM's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

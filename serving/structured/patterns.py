@@ -5,8 +5,6 @@ Where the dialects differ, the translation matches a part of what Python's `re` 
 matches there: `\\d` is an ASCII digit, `\\D` is no digit of any script, and a negated class has no NUL.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Where a JSON schema's `$ref` points to. Nothing is ever fetched: a reference leads into the same document."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin

@@ -7,8 +7,6 @@ the signal of its processor time ends it then, and nothing else. It imports llgu
     from it:  length (8 bytes), {"error": what is wrong with the grammar; null if nothing is}
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

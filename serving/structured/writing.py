@@ -3,8 +3,6 @@
 A text is `{"grammars": [...]}`: the first has a rule `start` in Lark's notation, the others are what it names with `@`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

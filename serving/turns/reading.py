@@ -4,8 +4,6 @@ What reads it is a generator: it reads what is there, and yields where it needs 
 its text were complete, and works for any cut of the text into pieces.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache

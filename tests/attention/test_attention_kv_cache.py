@@ -1,7 +1,5 @@
 """The paged KV cache: memory, allocation, block tables, and which requests read what others of the batch write."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 `test_attention_lanes` computes attention in them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Graph buffers: right values at addresses that never move, without a single allocation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

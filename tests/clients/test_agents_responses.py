@@ -1,7 +1,5 @@
 """openai-agents with its default model, which speaks `/v1/responses`: tools, structured answers, reasoning, streams."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar

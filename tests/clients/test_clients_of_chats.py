@@ -4,8 +4,6 @@ The model is small: it calls the tool `weather` by itself, and what must have a 
 are short ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

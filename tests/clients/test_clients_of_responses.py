@@ -4,8 +4,6 @@ As in the tests of chats, the model is small: it calls the tool `weather` by its
 the grammar.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the tests of clients ask: about the weather, by a tool or in a form."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The experts' load as a runner counts it: every routed token once, in every kind of step, and no padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

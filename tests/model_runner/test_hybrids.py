@@ -1,7 +1,5 @@
 """Models with linear attention, through the server's scheduler: tokens are transformers', however states came about."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers with linear attention have stages of their own: in the trace, for the simulator, and in the search."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generation on one rank: scheduling, KV accounting, stops, sampling, overlap in lanes, and refused requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Its KV cache in fp8: what it is scaled by, and what it costs in accuracy.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path

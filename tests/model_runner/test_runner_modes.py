@@ -1,7 +1,5 @@
 """Every mode under a schedule of its own, on two ranks of which one is done early: the tokens do not change."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DP 2 + EP 2 on two gloo ranks: idle ranks, failures and lazy loading. Tokens and logits: `test_model_conformance`."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

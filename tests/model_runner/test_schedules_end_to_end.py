@@ -4,8 +4,6 @@ Small checkpoints of DeepSeek-V3 (shared experts, a dense first layer) and Qwen3
 attention, the experts and the transport do is written down with its lane, stage by stage.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -2,8 +2,6 @@
 is cut in two, and decodes in a lane together with prefills.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

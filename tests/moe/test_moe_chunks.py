@@ -1,7 +1,5 @@
 """Layers in chunks of experts: results, the order of launches, waits and points, what is refused, on one rank."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Hugging Face models, their MoE blocks replaced, against the untouched models."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

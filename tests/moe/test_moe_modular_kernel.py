@@ -1,7 +1,5 @@
 """The layer's order of events, in every schedule, and its results against the plain loop."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Routers against what the models' own routers compute, and padding."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Placements of experts in slots: the default ones, their dispatch tables, and the loads that follow from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Single-batch overlap through the wrapper: one lane with chunks, in the caller's thread, agreed on by all ranks."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 And transformers' own parallelism under the wrapper: its three modes, without a line of glue.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from importlib import metadata

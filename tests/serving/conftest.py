@@ -1,7 +1,5 @@
 """Tests here may be coroutine functions."""
 
-from __future__ import annotations
-
 import pytest
 from async_tests import pytest_pyfunc_call as pytest_pyfunc_call
 

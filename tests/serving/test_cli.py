@@ -1,7 +1,5 @@
 """The `ubatch` command as a user types it, also where its standard streams are closed, full, or read by nobody."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The process that ranks are forked from: that it serves, ends and is replaced, and that nobody outlives anybody."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

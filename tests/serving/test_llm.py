@@ -1,7 +1,5 @@
 """Offline use: the reference's tokens, from one rank here or two elsewhere, and text with its stop strings."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import threading

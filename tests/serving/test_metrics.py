@@ -3,8 +3,6 @@
 A metric of an engine is declared where its field is, in `serving/requests.py`; one that nothing counts fails here.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import logging

@@ -1,7 +1,5 @@
 """Ranks on this machine: results, failures, nothing left behind; and cores: one each on a CPU, on a GPU those near."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

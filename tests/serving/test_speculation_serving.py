@@ -3,8 +3,6 @@
 `test_scheduler_random` runs chains and trees of random drafts through every kind of scheduler, without a model.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Speculation on two ranks that share experts, overlapped: the same tokens, and a census of the verify steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The example checkpoint in the form of chat models: two end tokens, a ChatML template with tools and thinking."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Graphs of wrappers over the stub: their memory and pools, failed captures, random generators, several threads."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable

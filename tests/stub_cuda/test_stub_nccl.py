@@ -1,7 +1,5 @@
 """torch's NCCL back end over the stub, with a group of one: communicators in captures, the watchdog, `wait`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import cast

@@ -1,7 +1,5 @@
 """The stub itself: what it counts, and what it refuses as CUDA's documentation says."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The all-to-all back ends that are tested, and one of them on this rank with layers for it; see `all2all_contract`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Talking to an application without a network, and over a real server; short bodies, and what is refused of bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Tests that are coroutine functions: each runs on an event loop of its own. A folder's `conftest.py` has the hook."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 

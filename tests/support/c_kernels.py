@@ -1,7 +1,5 @@
 """Tests of kernels in C: skipped, with the reason, where there is no compiler; on another number of threads."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor

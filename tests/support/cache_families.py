@@ -1,7 +1,5 @@
 """Tiny random models of transformers with every kind of cache, and a look at all that a cache holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of the commands as a user types them, in few words."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Chat templates in the forms that published models have; `chat_templates.yaml` has them by kind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """Children of a fork: each runs a body and ends, within bounds."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

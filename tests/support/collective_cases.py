@@ -4,8 +4,6 @@ A collective is added here once; its values are compared in every dtype, inside 
 first and second order, forward-mode gradients and transforms with slopes and with torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ both plan for those that have passed, each from its own placement in force, and 
 plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

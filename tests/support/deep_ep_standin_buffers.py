@@ -1,7 +1,5 @@
 """Of `deep_ep_standin`: DeepEP 2's `ElasticBuffer`, whose rows come with or without a count; low latency; NVSHMEM."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ there at once then, and the device says whether anybody reads them too early. Wi
 waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta

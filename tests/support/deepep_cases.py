@@ -1,7 +1,5 @@
 """What the tests of the DeepEP back ends share: layers of a size that DeepEP has kernels for, and lanes around them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fake CUDA device with DeepEP's communication stream on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

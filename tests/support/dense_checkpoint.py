@@ -1,7 +1,5 @@
 """A small dense checkpoint, written without transformers: machines with a GPU may lack it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

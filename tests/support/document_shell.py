@@ -1,7 +1,5 @@
 """A shell for the commands of documents: it runs them, and compares what they print with what is shown."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The documents as data: their sections, blocks and commands."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

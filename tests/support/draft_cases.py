@@ -1,7 +1,5 @@
 """What tests of draft networks share: small heads, a loop of steps, and drafting by recomputing everything."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence

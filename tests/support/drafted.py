@@ -3,8 +3,6 @@
 Drafts need a scheduler: blocks for them, equally many of each request, and what happens when a request ends among them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

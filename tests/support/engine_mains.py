@@ -1,7 +1,5 @@
 """What engine processes run in tests: the real thing, or one that fails; their client; and prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What tests of failing lanes share: lanes that go on for ever or raise, and whether a pool is usable afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

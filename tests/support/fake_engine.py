@@ -1,7 +1,5 @@
 """An engine that answers from a function: for tests of the API, without a model and without processes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A proposer that knows the right continuation, and is wrong as often as it is told."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field

@@ -1,7 +1,5 @@
 """A stand-in for vLLM in an environment of its own: `LLM`, and `vllm serve`. `FAKE_VLLM` says what goes wrong."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

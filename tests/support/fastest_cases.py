@@ -1,7 +1,5 @@
 """Devices whose times are made up, for what chooses the fastest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches for the back ends on flashinfer's kernels, and stand-ins in the kernels' place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ else; planning copies into them. Its copies are to be seen by whoever watches, a
 computes is not: kernels are no operations of torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a form of an output takes, and why it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

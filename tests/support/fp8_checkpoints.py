@@ -1,7 +1,5 @@
 """Checkpoints with fp8 weights, and what these mean: rounded and multiplied back here, by code of its own."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

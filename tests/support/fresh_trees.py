@@ -1,7 +1,5 @@
 """Copies of the tree, and environments that know nothing of this one but borrow what `make setup` downloads."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

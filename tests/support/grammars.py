@@ -1,7 +1,5 @@
 """Grammars for tests: some without a library, and llguidance's on the example checkpoints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Modules, wrappers and devices for the tests of graphs: on a CPU through `FakeGraphs`, the same on CUDA."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """On a GPU: refuse what makes the host wait for the device."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A cache of the Hugging Face hub, as `huggingface_hub` lays it out, and a checkpoint like DeepSeek-V2-Lite's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ctrl-C at a chosen line of the caller: what tests of interrupts share."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -1,7 +1,5 @@
 """Documents for JSON schemas: valid ones made from a schema, broken ones made from these. `jsonschema` is the judge."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

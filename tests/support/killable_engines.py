@@ -1,7 +1,5 @@
 """Engines that requests can kill, simulated: what runs is what `Suspects` lets run."""
 
-from __future__ import annotations
-
 import random
 from math import ceil, log2
 

@@ -1,7 +1,5 @@
 """What tests of lanes share: pools that are closed again, lanes that walk a list of points, works that are not real."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

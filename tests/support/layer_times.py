@@ -1,7 +1,5 @@
 """Stage times of a share of a batch, and how near a time line comes to the bound of its work."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Small MoE layers with known answers, shared by the tests of `moe`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """NCCL with a group of one: what one GPU, or a CUDA that computes nothing, can run of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

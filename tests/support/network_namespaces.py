@@ -1,7 +1,5 @@
 """Network namespaces: hosts of one machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

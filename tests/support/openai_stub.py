@@ -3,8 +3,6 @@
 What a prompt's first token asks for goes wrong: see `Wrong`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -4,8 +4,6 @@ Every payload of `Probe` says which step, layer, lane and rank sent it, and ever
 step is ever paired with another step's.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Placements at random, for tests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from moe import ExpertPlacement

@@ -5,8 +5,6 @@ per public member of a class, that of its bases in this project included. At a r
 `docs/public-names-VERSION.txt`: what differs from the newest such copy must stand in the changelog.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

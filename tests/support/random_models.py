@@ -1,7 +1,5 @@
 """Random configs of model families: what the entries of a config open, in any combination that transformers can run."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any

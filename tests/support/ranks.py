@@ -1,7 +1,5 @@
 """Run a function, or a test, on several gloo ranks, each its own process; the first failure fails the test."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

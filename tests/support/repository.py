@@ -1,7 +1,5 @@
 """Where the repository's own files lie."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 __all__ = ["MODELS", "ROOT", "SUPPORT", "TESTS", "TINY_CHAT", "TINY_MOE"]

@@ -4,8 +4,6 @@
 tokens. They were written once: the source text changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs an example as a user would."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

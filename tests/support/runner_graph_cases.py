@@ -3,8 +3,6 @@
 Needs neither transformers nor a GPU, so the tests that need a GPU use it, too.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each check takes a schedule by its name, as users do, and fails by an assertion or by the error that users would get.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator

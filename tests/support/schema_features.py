@@ -3,8 +3,6 @@
 `examples` beside a pattern are texts that match it, for the generator of documents.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ubatch serve` as a process, and what its clients see."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What tests of whole servers read: metrics, processes and their memory; and the signals that these handle."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A simulated machine and link that a policy of `--enable-dbo` serves loads on."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

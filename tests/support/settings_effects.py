@@ -3,8 +3,6 @@
 `CASES` has a value for every setting of every command that is not its default.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

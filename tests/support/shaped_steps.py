@@ -1,7 +1,5 @@
 """Steps made up of their shape alone, for what happens before and after a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

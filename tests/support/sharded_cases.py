@@ -1,7 +1,5 @@
 """Models that transformers shards by itself, wrapped: one rank's checks against the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

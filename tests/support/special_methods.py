@@ -1,7 +1,5 @@
 """A module with special methods of all kinds, and a stand-in that notes what it is told of them."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Generator, Iterator

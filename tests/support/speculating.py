@@ -1,7 +1,5 @@
 """Requests of every kind of sampling, and the loop that verifies drafts for them: a prefill, then verify steps only."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

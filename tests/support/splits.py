@@ -1,7 +1,5 @@
 """What every split of a batch promises, whatever it goes by."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

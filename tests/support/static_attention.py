@@ -5,8 +5,6 @@ as the longest sequence may have, and masks: nothing is read on the host, so a g
 requests of different lengths, and for trees of drafts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """What every `StreamBackend` promises, and devices to check it on: a CPU, CUDA's over fakes, the fakes, a GPU."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

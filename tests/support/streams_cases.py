@@ -3,8 +3,6 @@
 And a fake device with lanes on it, and lanes that exchange tensors they do not hold on to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of tensor parallelism share: a script of steps of every mode, on any number of ranks, and its logits."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Mapping, Sequence, Set

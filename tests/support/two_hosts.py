@@ -1,7 +1,5 @@
 """Two machines: two network namespaces stand in for them, joined by a cable. On each runs a node of one server."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Modules and inputs for the tests of the wrapper."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

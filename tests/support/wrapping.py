@@ -1,7 +1,5 @@
 """What tests of the wrapper share: modules made from functions, a check of overlapped against plain, rows to cut."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -3,8 +3,6 @@
 It has the expected outcomes; `tests/ubatch/wrapping/test_zoo.py` shows whether they come.
 """
 
-from __future__ import annotations
-
 import zoo_outputs
 import zoo_torch
 import zoo_transformers

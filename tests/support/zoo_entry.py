@@ -8,8 +8,6 @@ The outcomes say what is right, not what some version of the code does. A call a
 Whatever the outcome, the result is the bare module's. Outcomes are strings: `DeclineReason` is a `StrEnum`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The zoo's modules made from functions: unusual outputs, and rows that look at one another, keep or draw something."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Recurrent layers have states with the batch in the middle, and graphs have nodes that see their neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The zoo's models of transformers: languages, vision, sound; with states between calls, `generate`, training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The server against its own `/openapi.json`, by schemathesis, where its command is in the path."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

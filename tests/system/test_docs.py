@@ -1,7 +1,5 @@
 """The documents are true: what they name exists. `test_docs_figures` has their figures."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -3,8 +3,6 @@
 The units for systemd and the manifest of docs/restarts.md have this server's paths, time-outs and flags.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

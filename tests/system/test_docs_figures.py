@@ -3,8 +3,6 @@
 `docs_figures.yaml` has the rows of one figure each. Every file says when and how it was measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import statistics

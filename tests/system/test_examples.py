@@ -1,7 +1,5 @@
 """The examples are tests: each compares with a plain reference and exits non-zero where it differs."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """`.ci/gpu-python` takes a Python and a torch that this project supports, and says which it found."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A limit on the prompt tokens of mixed steps, on ranks that step together: the same tokens, and the same steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 And the README's commands, as a new user types them: in a copy of the tree, in a shell with a plain PATH.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile

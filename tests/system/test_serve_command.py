@@ -3,8 +3,6 @@
 Two ranks share the experts, data-parallel or tensor-parallel.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

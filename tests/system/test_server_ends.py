@@ -1,7 +1,5 @@
 """Servers and nodes that are told to end, twice perhaps, or killed: they end at once, and leave nothing for good."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

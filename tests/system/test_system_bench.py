@@ -1,7 +1,5 @@
 """What `ubatch bench engine` runs, on a model of a few thousand weights: every arm works, and all generate the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

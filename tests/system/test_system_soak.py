@@ -1,7 +1,5 @@
 """Two hundred clients at once, round after round, a third of whom leave midway: nobody is lost, and nothing leaks."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys

@@ -3,8 +3,6 @@
 host 0   API and rank 0   10.83.7.1 --- 10.83.7.2   host 1   rank 1
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Messages: values of any size are cut, the nearest name is found quickly, a user's error gets notes of its lane."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -14,8 +14,6 @@ A layer of another package, and a tensor in an attribute that is not known here,
 become one, are refused by name when the cache is split, before the model runs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

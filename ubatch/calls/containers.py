@@ -5,8 +5,6 @@
 Everything else is a leaf.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Capturing: rehearse a call, record it, or say what went wrong and leave the device usable."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -8,8 +8,6 @@ Static inputs are views of one flat buffer per argument (name or path) and dtype
 of all sizes share it, so many graphs need no more memory than one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ kernels ask of their tensors.
 Numbers are those of torch: computed in float32 and rounded once.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from pathlib import Path

@@ -12,8 +12,6 @@ in ring order, finds the mark, unwinds alone and hands on. So clean-up code neve
 caller, the whole baton is given up (`stop`, `discard`).
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

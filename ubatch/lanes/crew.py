@@ -5,8 +5,6 @@ worker    a daemon thread that waits for jobs and holds no reference to the pool
 crew      the workers, contexts, baton and barriers, which are replaced together
 """
 
-from __future__ import annotations
-
 import contextvars
 import os
 import sys

@@ -15,8 +15,6 @@ a lane has started (not by a fork) keeps the core, and a library that has asked 
 the rank has one core from the beginning.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Hashable, Set

@@ -7,8 +7,6 @@ against an `Event` ring on your machine.
 A forked child gets eventfds of its own: it must never wake, or take a wake-up from, its parent's threads.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import threading

@@ -15,8 +15,6 @@ Threads are daemons and hold no reference to the pool, so a pool that is dropped
 child has no workers; its next step makes new ones.
 """
 
-from __future__ import annotations
-
 import contextvars
 import os
 import threading

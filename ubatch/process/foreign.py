@@ -1,7 +1,5 @@
 """Check for foreign packages with our names: the package index has another `attention` and another `moe`."""
 
-from __future__ import annotations
-
 from importlib import metadata, util
 from pathlib import Path
 

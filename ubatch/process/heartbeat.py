@@ -11,8 +11,6 @@ Code declares a call during which this process cannot send signs of life, such a
 All that sends them (`SignOfLife`) announces the call before it starts.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

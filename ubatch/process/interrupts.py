@@ -14,8 +14,6 @@ ends it may skip `__exit__`. So no code here relies on clean-up code being run:
 `LanePool` does the same with its lanes: they are marked while a step runs, and replaced if the mark is still set later.
 """
 
-from __future__ import annotations
-
 import contextvars
 import os
 import sys

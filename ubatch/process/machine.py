@@ -1,7 +1,5 @@
 """The machine that this process runs on: its identity, and the cores by which every thread pool is sized."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -5,8 +5,6 @@ A back end may need missing packages or hardware (a GPU kernel library on a lapt
 `import_optional` turns it into `ConfigError`.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

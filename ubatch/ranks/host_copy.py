@@ -9,8 +9,6 @@ communication stream waits for that stream's work, and for compute queued before
     sizes = counts.wait().tolist()                            waits for these bytes only, and watches for dead peers
 """
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Checks before a collective is launched: after one rank has launched, an error would leave the others waiting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

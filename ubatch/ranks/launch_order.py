@@ -10,8 +10,6 @@ For debugging: it costs a few microseconds per launch. Launches in a captured gr
 captured, not when it is replayed.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest

@@ -8,8 +8,6 @@ During both, the calling lane does not count as hung, and neither peers nor a pr
 (`ubatch.process.heartbeat`) take this rank for dead.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -19,8 +19,6 @@ time-out is longer, so it acts only if no rank failed and a collective still han
 Not yet run on several GPUs: tests drive it over gloo, with a communicator that counts its aborts.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ while the ranks compute. Nobody has to wait for one: `Transfer.done` tells wheth
 the channel is lost, and the group of the steps goes on; if a rank has died, its next step tells.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist

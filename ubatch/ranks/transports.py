@@ -5,8 +5,6 @@ destroyed before that time: it is kept by a reference that the interpreter's exi
 still read what was sent to them over sockets, too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Sequence

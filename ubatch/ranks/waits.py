@@ -16,8 +16,6 @@ it may end after the transfer's arrival. It runs outside of the lane: what it la
 An error in it is an error of the wait. Its own waits are no gaps. A transfer that only the device waits for gives none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context

@@ -12,8 +12,6 @@ announcement waits behind it. The peer begins to send when that message has trav
 an all-to-all takes up to twice as long. With a connection for each direction nothing waits behind a message.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from collections.abc import Sequence

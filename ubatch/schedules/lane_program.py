@@ -17,8 +17,6 @@ With tensor-parallel attention, two more transfers come first:
 This module imports neither torch nor threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

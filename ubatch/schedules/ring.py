@@ -12,8 +12,6 @@ The rules know nothing of time, data or errors, so for a given schedule the inte
 runs. `Baton` drives this table from threads, `simulate` from a list; a test compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

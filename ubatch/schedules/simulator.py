@@ -9,8 +9,6 @@ each direction; a lane that waits keeps the baton. `simulate` assumes that all r
 `simulate_ranks` calls it for every rank and lets ranks wait for each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median

@@ -20,8 +20,6 @@ A batch of decodes and prefills (`split_mixed`) gets lanes of equal cost, or a s
 Which is faster depends on the batch, so both are simulated with their costs and schedule, and the faster one is used.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -23,8 +23,6 @@ capture.
 Source: DeepEP's `Buffer.set_num_sms`; SGLang's `num_sms` of its single-batch overlap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Sets of points in time, as sorted, disjoint intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from ubatch.trace.spans import Span, SpanKind

@@ -24,8 +24,6 @@ only with its option for all threads. In torch 2.11 to 2.13 that is
         wrapper(x)
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar

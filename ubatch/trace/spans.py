@@ -6,8 +6,6 @@ A span is one tuple-like record appended to a list; with tracing off nothing is 
 or did not overlap (`notes`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -5,8 +5,6 @@ end. Its *stage* is the work in it. In a layer of this project's models a stage 
 elsewhere it is named by what it follows, as in profilers (`ubatch.trace.recorder`): `start`, or `after all_reduce`.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from bisect import bisect_left

@@ -11,8 +11,6 @@ In pseudo-code:
 The arguments are cut here, before the vote, because the vote must know whether they can be cut.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter

@@ -8,8 +8,6 @@
     unsplit    the module itself, with a context that has every rank's tokens
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import itertools

@@ -10,8 +10,6 @@
 Reading costs some microseconds; `ubatch bench wrapper` measures it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ubatch.calls.call_plan import CannotSplit

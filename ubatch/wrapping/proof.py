@@ -16,8 +16,6 @@ once, or after a second failure (`proof_table`), because unequal values may be c
 in their first call.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -17,8 +17,6 @@ a position that grows does not prove for ever. Where no value comes twice, such 
 unsplit after sixteen proofs.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import pickle

@@ -1,7 +1,5 @@
 """A wrapper's counters."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter

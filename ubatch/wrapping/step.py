@@ -4,8 +4,6 @@ UBatchWrapper.__call__      decides from a call's arguments, or from the caller'
 WrappedModule.run           a runner of this project, which has voted and knows its slices; it adds its own fields
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ the softmax's weights of several new tokens are rounded to bfloat16. A request's
 any batch, and on any number of threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from typing import Any, ClassVar

@@ -10,8 +10,6 @@ Workspace     the buffer that keys are gathered into: one per lane, kept over al
 TorchBackend  the base of both back ends: a shape, a cache, a workspace
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ prefill too, so that a result does not depend on where a batch is cut.
 Source: DeepSeek-V2 (2024), section 2.1; the chunked prefix is vLLM's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

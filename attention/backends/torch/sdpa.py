@@ -18,8 +18,6 @@ a row may see nothing (no kernel guarantees 0 for that). Every group uses the va
 the new tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ A rank without tokens follows the others, whatever its own mode is.
 Source: vLLM's and SGLang's `auto` mode, which go by the engine's role (decode or prefill) instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any

@@ -13,8 +13,6 @@ process runs: `ubatch.ranks.long_calls.holding_gil` tells the peers before.
 checks arguments and the order of calls, and exchanges over gloo (`tests/support/deep_ep_standin.py`).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

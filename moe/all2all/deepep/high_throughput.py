@@ -15,8 +15,6 @@ node only.
 Source: DeepEP's README; vLLM's `DeepEPHTPrepareAndFinalize`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass

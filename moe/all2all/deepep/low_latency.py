@@ -27,8 +27,6 @@ choice: a second low-latency buffer of a process fails in DeepEP.
 Source: DeepEP's README; vLLM's `DeepEPLLPrepareAndFinalize`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ power of two: DeepEP compiles a kernel for every number). Rows behind those that
 Source: DeepEP's `deep_ep/buffers/elastic.py`; vLLM's `DeepEPV2PrepareAndFinalize`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

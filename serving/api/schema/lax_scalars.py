@@ -13,8 +13,6 @@ A field's annotation says what is read:
 What cannot be read is left as it is, for the strict check to refuse by its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from functools import cache
 from types import NoneType, UnionType

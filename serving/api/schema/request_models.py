@@ -4,8 +4,6 @@
 The answer's code checks constraints between fields; `between_fields` describes them in the JSON schema.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 

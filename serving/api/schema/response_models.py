@@ -3,8 +3,6 @@
 A whole answer has all of its fields, null where there is nothing to tell. So do vLLM's, whose clients index them.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field

@@ -1,7 +1,5 @@
 """The answer of `/v1/responses`, and the events of its stream."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field

@@ -4,8 +4,6 @@ A field that would change the answer is refused by name, unless its value is neu
 answer, and any unknown field, is ignored and logged once.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

@@ -19,8 +19,6 @@ A request with a grammar is held back until its grammar is made, which takes a t
 Ranks in lock-step must admit it before the same step, so it is their leader that asks `ready`.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

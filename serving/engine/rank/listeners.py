@@ -10,8 +10,6 @@ connection for good. It has no authentication. So once the groups are made
 Groups that are made later listen on ports of their own.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

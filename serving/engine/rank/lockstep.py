@@ -18,8 +18,6 @@ A follower sends the client `Ready`, `Alive`, `Loads`, `Failed` and `ProfileWrit
 the client it receives only `Shutdown`, for the case that its leader is dead.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the settings and the engines ask of a checkpoint and a `ModelRunner`: dtype, progress, descriptions."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ The counts lie on the device, and only grow. Their copy to the host is started a
 when it has arrived, so that no step waits for it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

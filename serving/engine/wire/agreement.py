@@ -4,8 +4,6 @@ Nodes with different settings would wait forever: for ranks that no node starts,
 This module also checks which ranks and nodes belong to a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace

@@ -4,8 +4,6 @@ protects that one on the network: CURVE accepts clients with the cluster's secre
 Before the handshake a stranger can make zmq hold one message of `MOST_BYTES` per connection, for `_HANDSHAKE_MS`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

@@ -1,7 +1,5 @@
 """Hints about flags of vLLM and SGLang that are not here, from `foreign.yaml`. A test walks vLLM's list."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from functools import cache

@@ -4,8 +4,6 @@ Names are vLLM's, or SGLang's where vLLM has none. A setting's name in the YAML 
 A default of None is derived from other settings (source `derived`), or means that there is no value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -3,8 +3,6 @@
 A setting that two commands share has the same name, type, default and help in both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -28,8 +28,6 @@ Forced calls have the form that structured outputs give them:
     named       {"city": "Paris"}
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import string

@@ -7,8 +7,6 @@ Analysis is reasoning, a message to a function is a call, and the others are con
 `openai_harmony`, reads tokens, and loads its vocabulary from the net at first use; the text has all that is needed.
 """
 
-from __future__ import annotations
-
 import re
 
 from serving.turns.json_calls import read_arguments

@@ -16,8 +16,6 @@ spaces:
     <|tool_call_end|><|tool_calls_section_end|>
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ that many tokens use the arm, smaller steps run serially. `choose` tries every s
 for the given table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ All ranks are simulated together because they wait for each other in every layer
 simulated separately because a disturbance on either rank delays both: medians of stages over the steps would hide it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 Whole files are held out; the same seed always holds out the same files.
 """
 
-from __future__ import annotations
-
 import random
 import sysconfig
 from dataclasses import dataclass

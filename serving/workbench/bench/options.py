@@ -1,7 +1,5 @@
 """Options that all benchmarks share: how often to measure, and where to write the results."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

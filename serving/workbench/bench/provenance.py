@@ -4,8 +4,6 @@ A file is older than what it measures if these sources have changed since. Whate
 `ubatch bench results` says it of all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

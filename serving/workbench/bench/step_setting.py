@@ -1,7 +1,5 @@
 """One rank's model, one batch and an emulated link, for measuring steps under any schedule."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """The parts of `make gpu`, and how `make test-gpu` and `make bench-gpu` choose sections: by name, or by part."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -13,8 +13,6 @@ Times of single kernels (`KernelTimes`) are from the GPU's datasheet and the sha
 reach; times of dispatch and combine (`Transfers`) from DeepEP's published tables.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ The placement is planned for the first half of the steps and scored on the secon
 placements are planned; `moe.balance` plans them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -7,8 +7,6 @@
 `docs/simulate.md` says what is modelled and what is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -11,8 +11,6 @@ outside           the time between steps
 The rules about time inside overlapped steps are in `inside`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby

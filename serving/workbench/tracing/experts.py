@@ -9,8 +9,6 @@ Its picture, as SVG, shows who has how many tokens in every MoE layer, and how e
 It is drawn here, without a script, so that a page can have it and a document, too. Colours are the page's, or its own.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ idle              no lane computes, waits or hands over
 uneven            a lane or rank computes longer than the others
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

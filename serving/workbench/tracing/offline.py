@@ -6,8 +6,6 @@ serial   the same prompts once without overlap, to compare with
 record   the run that is shown
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ communication, one after the other, are no substitute: two half batches may comp
 in decode, which reads all weights twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median

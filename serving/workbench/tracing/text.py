@@ -3,8 +3,6 @@
 One column is the same time in every row, also in the rows of two steps that are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ write    trace.json (Perfetto), trace.html (a page that needs no other files), s
 print    a table, and the findings of the diagnosis
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -15,8 +15,6 @@ A rank's process is started and watched as an engine of `ubatch serve` is, on ev
 Between steps it sends heartbeats, and ends early if it is told to or if the process that started it is gone.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ machine 0     start its ranks, and wait for what they measured (`EngineClient`) 
 any other     start its ranks, and wait until machine 0 ends them (`run_node`)   ->  say where the files are
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

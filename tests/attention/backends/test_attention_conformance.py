@@ -4,8 +4,6 @@ It serves a batch as the plain reference does, or refuses it with a typed error 
 `attention_conformance`; the end of this file breaks a back end in every way that they have to notice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Stand-ins and our calls against the signatures of the installed flashinfer."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

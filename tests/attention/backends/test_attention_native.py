@@ -4,8 +4,6 @@ is in the step, on any number of threads and wherever a prompt is cut, and what 
 `test_attention_conformance` compares them with the oracle.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

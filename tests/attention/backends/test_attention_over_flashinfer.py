@@ -3,8 +3,6 @@
 `test_attention_conformance` says that what comes out is right.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

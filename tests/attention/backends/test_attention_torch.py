@@ -3,8 +3,6 @@
 `test_attention_conformance` compares the back ends with the oracle.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

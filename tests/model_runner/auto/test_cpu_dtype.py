@@ -1,7 +1,5 @@
 """Which dtype a checkpoint in bfloat16 gets on a CPU: the faster one, measured on its own sizes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import closing

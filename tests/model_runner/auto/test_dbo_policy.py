@@ -1,7 +1,5 @@
 """What `--enable-dbo` decides: the policy on a simulated machine, over loads and links."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -4,8 +4,6 @@ And a step's stages over all ranks, from the times of its transfers; what the si
 costs, counted by hand for a small model.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`--enable-dbo` on a GPU: a step's time is the device's, and nobody waits for it."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Experts move between ranks: layers compute what they did, before, during and after; what fails changes nothing."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -1,7 +1,5 @@
 """On a device with streams, moves and steps are ordered where they touch the same memory; the host waits for none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

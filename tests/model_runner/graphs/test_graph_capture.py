@@ -1,7 +1,5 @@
 """Graphs under the engine: what starting captures and says, and the same outputs from both loops."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which steps are captured, and which graph a step is padded to: numbers only, no graph and no model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Graphs of a draft network: replays draft what eager steps draft. And the table of modes, by what is captured."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace

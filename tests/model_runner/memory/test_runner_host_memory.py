@@ -1,7 +1,5 @@
 """Freed memory is kept: a step that repeats takes no new pages."""
 
-from __future__ import annotations
-
 import platform
 import resource
 import subprocess

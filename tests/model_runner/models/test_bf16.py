@@ -5,8 +5,6 @@ A token that bfloat16 sends to another expert than float32 is far off, here as t
 a pooled error. So pooled errors are compared where every expert is visited, and medians where experts are chosen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model runner's steps as if on a GPU: prefill and decode of real models on two ranks, every named schedule."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """MiMo-V2-Flash beyond the random configs: entries as published, and kinds of layers that differ in ways that
 transformers cannot build. Its own model is then changed to the same."""
 
-from __future__ import annotations
-
 import json
 import logging
 from functools import partial

@@ -6,8 +6,6 @@ several, in chunks, behind a cached prefix, over ranks that share experts or att
 can say. At the end families that are broken on purpose show that the comparisons see it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

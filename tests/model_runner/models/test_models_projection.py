@@ -1,7 +1,5 @@
 """The linear layers of models, plain and packed: the same numbers, and what a packed one refuses."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints that no family can run: refused by name, before any weight is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decode steps whose kernels are called again from a recording: the same bits, and only where that is right."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

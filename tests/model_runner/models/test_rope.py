@@ -3,8 +3,6 @@
 And how long a sequence may be: what configs say of it, and logits beyond the length that a model was trained for.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

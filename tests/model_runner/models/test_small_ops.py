@@ -1,7 +1,5 @@
 """The kernels in C between a layer's products, against what torch computes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -3,8 +3,6 @@
 And its config is not believed: made-up sizes and numbers are refused by name and value, fast, before memory is taken.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

@@ -3,8 +3,6 @@
 On two, four and eight ranks, too, in steps of every mode; `all2all_contract` has the transports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast

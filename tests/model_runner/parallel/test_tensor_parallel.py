@@ -3,8 +3,6 @@
 And on two: ranks of a replica get the same tokens and drafts, even where what they compute differs.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention shared by ranks: DP 1 x TP 2 and DP 2 x TP 2 give one rank's logits, in every mode, overlapped and not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

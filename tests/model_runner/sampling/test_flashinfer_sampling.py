@@ -1,7 +1,5 @@
 """Top-k and top-p by flashinfer: against sorting, by a stand-in; the call by the installed signature; on a GPU."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator

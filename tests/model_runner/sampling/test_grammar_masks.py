@@ -1,7 +1,5 @@
 """Masks of bits on logits: every way to apply them against the reference, and what they do to sampling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling: the token that a draw falls on, against exact arithmetic; what that takes; and rows that mind no other."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

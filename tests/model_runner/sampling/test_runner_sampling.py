@@ -3,8 +3,6 @@
 The order in which parameters act is vLLM's: it is compared with its definition in plain numpy.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Allowed tokens are kept and sent in few bytes: they stay the same set, which reads like a tuple.
 """
 
-from __future__ import annotations
-
 import enum
 import pickle
 import time

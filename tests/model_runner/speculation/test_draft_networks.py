@@ -3,8 +3,6 @@
 And their trees of drafts, against growing them one path at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

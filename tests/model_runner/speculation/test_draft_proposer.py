@@ -1,7 +1,5 @@
 """Draft extend and draft steps against recomputing the draft network over whole sequences, after all that happens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompt lookup against a plain search from the end."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Trees of drafts, how they lie in a batch, and which drafts are right; without a model."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

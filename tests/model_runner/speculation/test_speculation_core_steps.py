@@ -1,7 +1,5 @@
 """Steps of a runner with drafts: what its observer is told, drafts accepted by rejection, trees with graphs."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

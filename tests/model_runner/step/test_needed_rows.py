@@ -1,7 +1,5 @@
 """Prefills run the last layer's MLP only for rows whose output is read; all logits stay as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

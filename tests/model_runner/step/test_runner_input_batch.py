@@ -3,8 +3,6 @@
 And the vote on that step: what each rank offers, and what comes of it.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Requests of one batch that share blocks while one of them still computes them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Log-probabilities of sampled and of prompt tokens, against transformers' logits and against plain sorting."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

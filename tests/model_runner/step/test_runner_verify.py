@@ -3,8 +3,6 @@
 And a thousand random verify batches, in lanes and whole: the same attention, and every part of them cut exactly.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Nothing may touch what an operation on another stream may still be working on, a
 need. That the checks would see it is checked, too: each wait and each hold is left out once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Where it matters the device is kept busy by a kernel that sleeps; what must not wait for it is then done meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`--load-format dummy`: random weights that all ranks agree on, and the command line of a user of vLLM with them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

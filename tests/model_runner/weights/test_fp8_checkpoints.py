@@ -3,8 +3,6 @@
 Quantised weights that cannot be loaded are refused by name, from the config or when the tensor is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

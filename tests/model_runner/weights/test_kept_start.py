@@ -1,7 +1,5 @@
 """What a rank's process leaves in memory, and what its next one takes of it: the model, and what was measured."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

@@ -4,8 +4,6 @@ Every end-of-sequence token that one names ends a sequence, also one that only i
 for measuring: layout, size, repeatability; transformers loads it and agrees.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

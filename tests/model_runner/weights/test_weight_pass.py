@@ -3,8 +3,6 @@
 Experts in MXFP4, as gpt-oss stores them, are compared with transformers' own dequantisation.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Every registered all-to-all back end keeps the contract of `all2all_contract`, and one that breaks it is found."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Of the link: when transfers arrive, what is counted, and what crosses beside them and gives way to them.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import fields

@@ -5,8 +5,6 @@ Of DeepEP's asynchronous mode, as if on a GPU (its own stream, its events, memor
 synchronous mode, and every schedule, is checked with the other transports (`test_moe_schedules_streams`).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """The DeepEP back ends where steps differ: `deepep_auto`'s choice, capture, SM budgets, pieces, failures, refusals."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Four ranks are two nodes of two, for the adapters and for the stand-in, which refuses what DeepEP asserts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

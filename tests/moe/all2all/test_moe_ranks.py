@@ -3,8 +3,6 @@
 That results are right is in `test_all2all_conformance`.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """When a move pays, when it does not, when to look earlier, and the settings: vLLM's keys, what is refused by name."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 What is written to a file is read again, and what is no such file is refused by name.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ On loads that it was not planned for, a plan is no worse than the published algo
 any other order of ranks would.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import permutations
 

@@ -3,8 +3,6 @@
 That results are right is in the conformance tests.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Products by every kind of instructions, against the product in float64 of the same numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 And the products that native experts are made of: threads, refusals, and which are chosen.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 import weakref

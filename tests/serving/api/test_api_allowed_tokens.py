@@ -1,7 +1,5 @@
 """What a request allows and forbids, from its body to the engine; and stop strings that wait for `min_tokens`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What answers have besides their text, as clients of vLLM and SGLang look it up: names, nulls, and orders."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

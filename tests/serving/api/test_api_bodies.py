@@ -1,7 +1,5 @@
 """Bodies that are too large, too many outputs, or no JSON: refused early; work of large bodies is done in threads."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """`/v1/chat/completions` over a fake engine: messages reach the model as the checkpoint's template reads them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers over a fake engine, whole and streamed: what both kinds promise, then what only completions have."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How much there may be in a body and in an answer: it is counted before, and nothing holds the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -3,8 +3,6 @@
 A new field needs a row here, and code that acts on it: without either a test fails.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Fields of requests: every one is done, refused by name, or named once in the log; and the list of them is true."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

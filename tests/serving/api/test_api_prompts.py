@@ -1,7 +1,5 @@
 """What a prompt can be asked for: cut, continued, echoed, scored, told as token ids."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is refused with 400, before anything runs: by the field's name, in one message, in OpenAI's form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`/v1/responses`: what is answered, whole and streamed, and what is refused by field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

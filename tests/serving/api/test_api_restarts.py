@@ -1,7 +1,5 @@
 """What clients see while engines are started again: they wait, their streams stay open, and nothing is silent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

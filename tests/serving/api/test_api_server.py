@@ -1,7 +1,5 @@
 """The other routes, who may come in, what watches, whether `/openapi.json` is true; and paths that there are not."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`response_format` and `structured_outputs`: what the engine gets, and what is refused, by which name."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

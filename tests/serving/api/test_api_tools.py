@@ -1,7 +1,5 @@
 """Tools and reasoning in chats: what the model is shown, what is enforced, and what clients get, streamed or not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping, Sequence

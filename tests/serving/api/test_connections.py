@@ -1,7 +1,5 @@
 """A server's connections: too many of them, half a request, no file descriptors; and its address."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -1,7 +1,5 @@
 """`/v1/responses` in parts: from a body to the chat, from a turn to items and events; the document's table of both."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

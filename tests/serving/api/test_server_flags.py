@@ -1,7 +1,5 @@
 """Settings of the server that change its answers, each a flag of `ubatch serve`; the ids of requests, and their log."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Allowed tokens and bad sequences through a runner, verify steps and both loops, against their definition."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

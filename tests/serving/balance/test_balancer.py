@@ -1,8 +1,6 @@
 """What the API process keeps of the experts' load, the file that it writes, and when a balancer orders moves: without
 engines, loads are put into the book by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

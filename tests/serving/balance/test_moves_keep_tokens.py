@@ -4,8 +4,6 @@ Experts travel while steps wait for their own transfers: what a move computes an
 Engines move them while they serve: in time, early, and after a restart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from contextlib import AbstractAsyncContextManager

@@ -1,7 +1,5 @@
 """Whom node 0's socket admits: only who has the cluster's secret, and no message that is too long."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The cluster's secret: its file, the keys made of it, and what they sign; `test_cluster_gate` has the socket."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging

@@ -4,8 +4,6 @@ Each rank serves 256 requests of 8 tokens: its first step is a prefill of 2,048 
 256. Nothing says how large DeepEP's buffers are, or that it may go without counts: that follows from the steps.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

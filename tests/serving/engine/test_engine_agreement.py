@@ -1,7 +1,5 @@
 """Nodes that were started with different settings say so, on both ends, and serve nothing together."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

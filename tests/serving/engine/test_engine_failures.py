@@ -1,8 +1,6 @@
 """Engines that fail in a step, at the start, lose their parent, or hang: who is blamed, and that nothing is left
 behind; what waits for one that hangs fails in time, and a pause that ends in time is forgiven."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """What a rank leaves behind: the record of its steps says what it was doing when it ended in any way; and its next
 process attaches what the first one has prepared, and writes the same tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

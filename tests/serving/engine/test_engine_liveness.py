@@ -1,8 +1,6 @@
 """Which rank is said to have failed, and why: silence on a clock that the test sets, and reports in any order. Whose
 fault it is: the table, and what is found of real processes. And how often engines may be started again."""
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import itertools

@@ -1,8 +1,6 @@
 """The experts' load: a rank tells it when a part of a window is over and before it pauses, and never waits in a step;
 what the client has is that of the tokens that the ranks' routers have routed, each once."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path

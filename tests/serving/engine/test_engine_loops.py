@@ -1,8 +1,6 @@
 """The two loops: the same tokens, the order of their phases, and what the overlapped one gains on a virtual clock; and
 over a real runner, on a CPU and on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """What goes over the wire comes back equal, errors come back as what they were; and what an engine reads from its
 socket before a step."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator

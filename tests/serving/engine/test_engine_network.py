@@ -1,8 +1,6 @@
 """What engines listen on; several nodes with a cluster secret, which serve as without, with strangers around; and what
 another user of the machine can do to a run: connect to nothing but the API, read nothing, write nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

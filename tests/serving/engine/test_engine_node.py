@@ -1,8 +1,6 @@
 """Two nodes, both on this machine: they serve or do a job, node 0 hears of deaths that it cannot see, engines are
 started again on all of them, and a node that was lost may come back."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import multiprocessing

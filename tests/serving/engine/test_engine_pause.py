@@ -1,7 +1,5 @@
 """Ranks that pause together, without a rank that sleeps while another steps: late wake-ups, on two real gloo ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two ranks behind a client, data- or tensor-parallel: streams, pauses, refusals, profiles, and the death of one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

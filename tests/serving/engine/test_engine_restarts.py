@@ -1,8 +1,6 @@
 """Engines that are killed are started again, and every request goes on; one that kills them each time that it runs,
 among others, ends alone."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Which rank serves a request, and how outputs find their way back."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import random

@@ -1,8 +1,6 @@
 """What a rank does before it says that it is ready, for which its peers wait; and a node that joins: it waits for node
 0 as long as its machine answers, and says what it waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

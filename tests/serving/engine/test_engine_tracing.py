@@ -1,7 +1,5 @@
 """Which steps are traced, and what hand-offs cost according to a trace."""
 
-from __future__ import annotations
-
 import json
 import resource
 import tempfile

@@ -1,7 +1,5 @@
 """The private folder of a run, and the store in it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Which addresses gloo and NCCL listen on: the network of --master-addr, loopback on one machine, or an error."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

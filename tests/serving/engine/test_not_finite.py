@@ -3,8 +3,6 @@
 Not those in the same steps, not those that get their pages later, not those that begin alike; in every loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A request that lost its engine goes on in another one, after the tokens that were told of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One step from the scheduler into the lanes: the same object's fields all the way, and few calls of Python."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """The search for a request that kills engines: its transitions, and what it finds in simulated engines."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensor-parallel ranks in lock-step: a follower takes in what its leader takes in, then, and in that order."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

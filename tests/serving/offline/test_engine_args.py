@@ -1,7 +1,5 @@
 """The options of `LLM`: vLLM's names are done, or refused with a sentence; nothing is passed over in silence."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

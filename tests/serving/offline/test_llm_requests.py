@@ -1,7 +1,5 @@
 """What a caller gives to `LLM`: prompts in every form, conversations; each field of `SamplingParams` has its effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

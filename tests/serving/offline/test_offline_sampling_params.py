@@ -1,7 +1,5 @@
 """`serving.SamplingParams` field by field, against what vLLM's own made of the same values."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path

@@ -3,8 +3,6 @@
 A test has the name of its example in `examples/offline_inference`. Engines with the same options are shared.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

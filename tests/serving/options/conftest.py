@@ -1,7 +1,5 @@
 """No variable of the environment sets anything here, unless a test says so."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Settings without bounds: huge numbers, files and names. Each is one short line, at once, and within little memory."""
 
-from __future__ import annotations
-
 import random
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """`--dtype auto`: never less precise than the checkpoint, the same on all machines, and said."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints by their names on the hub: its cache, revisions, and what cannot be had. Nothing here needs a network."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

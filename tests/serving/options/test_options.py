@@ -1,7 +1,5 @@
 """Settings of `ubatch serve`: which source counts, what follows from what, what the engine gets, and what is shown."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

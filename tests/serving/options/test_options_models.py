@@ -1,7 +1,5 @@
 """Settings against the checkpoint and its engines: dense models, draft networks, which process is what, restarts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`--init-expert-location`, `--eplb-config`, `--expert-load-out`: what engines get, and files refused at once."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

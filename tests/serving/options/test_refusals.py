@@ -1,7 +1,5 @@
 """What the commands refuse: each wrong call is one plain line that says what is wrong and what to write instead."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A setting without an entry in `settings_table.yaml` fails here. Others of `ubatch simulate`: see the end.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

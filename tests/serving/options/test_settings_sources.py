@@ -1,7 +1,5 @@
 """Files, variables and keywords that are not what they should be: each is one line that says where and what to do."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """KV memory of requests: sharing, duplicates, eviction, and that a refusal takes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

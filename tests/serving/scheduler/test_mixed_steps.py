@@ -1,7 +1,5 @@
 """How many prompt tokens a mixed step takes: given, or from measured times."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

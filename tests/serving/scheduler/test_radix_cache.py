@@ -1,7 +1,5 @@
 """The prefix cache's tree, against a dictionary from every cached beginning to its block."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Who is admitted when: policies, look-ahead, and prompts that begin alike; and who gives way when KV is short."""
 
-from __future__ import annotations
-
 import pytest
 from fake_runner import Loop, admitted, be_optimistic, make_loop, shares
 

@@ -1,7 +1,5 @@
 """How requests begin and end: what is refused, what stops an output, aborts, and what the outputs say."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -4,8 +4,6 @@ Whatever is cut, shared, evicted, retracted, drafted or aborted, each request ge
 (`Loop.run` compares them), no step reads KV that is not its own, and no block is lost.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a step holds: decodes, chunks and prompts, in which order and how many tokens of each."""
 
-from __future__ import annotations
-
 import pytest
 from fake_runner import make_loop, prompt_of, repeating, shares
 from repository import TINY_MOE

@@ -1,7 +1,5 @@
 """Bodies with many prompts take turns with others: who is admitted when, by counting steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise

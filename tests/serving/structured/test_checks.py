@@ -1,7 +1,5 @@
 """Grammars are tried in bounded time and memory, whatever is in them, and the event loop goes on meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """From what a user asks for to a grammar: keywords of JSON Schema, `oneOf`, sizes and white space."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from decimal import Decimal

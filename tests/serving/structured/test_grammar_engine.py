@@ -1,7 +1,5 @@
 """Whole engines with grammars: every finished output obeys, and is a function of its request alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Masks against a naive reference: token by token, is it one that llguidance would take? Drafts that a grammar cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event

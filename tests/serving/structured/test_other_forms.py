@@ -3,8 +3,6 @@
 What is refused of schemas is a subset of what vLLM refuses, but for what it takes without looking at it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A refused token is refused neither too early, as valid documents show, nor too l
 completed to a valid document, which is done here, by tokens that the mask allows.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

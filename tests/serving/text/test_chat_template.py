@@ -1,7 +1,5 @@
 """Messages are written as the checkpoint's template reads them, whatever form clients send."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

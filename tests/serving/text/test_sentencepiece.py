@@ -4,8 +4,6 @@ Its tokenizer is small: spaces belong to tokens, rare characters are byte tokens
 text's first token, as in Llama 2 and Mixtral.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Stop strings against the plain reference: the first end of any of them in the whole text."""
 
-from __future__ import annotations
-
 import tracemalloc
 from typing import Any
 

@@ -3,8 +3,6 @@
 And what a checkpoint without a usable tokenizer is told: at once, in one line, by whatever needs text.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

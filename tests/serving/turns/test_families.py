@@ -1,7 +1,5 @@
 """What a chat template shows of a model's calls, and what forms come after its reasoning."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 The outputs are written for these tests, in the forms that the families' chat templates show.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

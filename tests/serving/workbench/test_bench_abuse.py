@@ -1,7 +1,5 @@
 """`ubatch bench abuse`: what it counts as wrong, and a short run of all of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

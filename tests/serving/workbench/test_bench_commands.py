@@ -1,7 +1,5 @@
 """`ubatch bench` commands whose arms are steps: each runs small, prints, and writes its raw arms."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

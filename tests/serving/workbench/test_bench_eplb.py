@@ -1,7 +1,5 @@
 """`ubatch bench eplb`: it runs small, prints and writes what it found; its arithmetic by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

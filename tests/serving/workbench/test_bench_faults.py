@@ -1,7 +1,5 @@
 """`ubatch bench faults`: what counts as lost, wrong or excused, what has grown, and a short run of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

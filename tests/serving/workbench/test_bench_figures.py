@@ -1,7 +1,5 @@
 """What benchmarks reckon from what they measured: bounds, best settings, pooled forwards, gaps, parts of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count

@@ -3,8 +3,6 @@
 What needs root and /dev/net/tun is skipped where they are missing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`ubatch bench peers`, with a stand-in for vLLM; transformers is that of this interpreter."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

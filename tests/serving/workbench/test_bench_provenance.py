@@ -1,7 +1,5 @@
 """What results files say of their age: the commit, the command, and whether what they measure has changed since."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What the commands of the workbench refuse: status 2, and one line that says what is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The load generator, against a stand-in for the server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import statistics

@@ -1,7 +1,5 @@
 """`make gpu`, `make test-gpu` and `make bench-gpu`: rehearsed without a GPU, and what breaks hides nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

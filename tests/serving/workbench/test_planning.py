@@ -3,8 +3,6 @@
 And `ubatch eplb`: from a file of loads to a placement, scored on steps that it was not planned for.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`ubatch simulate`: the gates, the plan, and the command."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`ubatch trace`: from a server, from files, from a run; what it writes, what it says, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Every rule of the diagnosis: what it says, with which numbers, and when it says nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest

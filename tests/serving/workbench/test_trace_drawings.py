@@ -1,7 +1,5 @@
 """The experts' load in pages of `ubatch trace`, of a recording and of a file; and a step as text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """`ubatch tune`: what it chooses against an exhaustive sweep, what it writes, and one run on two ranks."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`ubatch tune` on its ranks: with tensor parallelism, on two machines (both this one), and where one of them fails."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

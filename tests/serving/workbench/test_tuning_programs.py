@@ -1,7 +1,5 @@
 """What a traced step tells the simulator, and what it leaves out."""
 
-from __future__ import annotations
-
 import pytest
 
 from moe import EmulatedLink

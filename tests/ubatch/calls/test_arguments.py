@@ -1,7 +1,5 @@
 """Splitting arguments by name, never by size: every argument, token count and user-registered splitter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

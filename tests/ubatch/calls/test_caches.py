@@ -1,7 +1,5 @@
 """Every cache class of transformers: split, run through a step of its model in parts, and merged."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

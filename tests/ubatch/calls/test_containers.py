@@ -1,7 +1,5 @@
 """Merging outputs: every container is rebuilt, and ambiguous outputs make the call run unsplit."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Graphs: a replay equals the eager call bit for bit, wakes no thread, takes no memory; other calls run eagerly."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

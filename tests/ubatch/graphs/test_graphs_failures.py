@@ -1,7 +1,5 @@
 """Calls that cannot be captured fail with a named cause, and leave wrapper, lanes and memory unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 from collections.abc import Callable

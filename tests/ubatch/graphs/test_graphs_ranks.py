@@ -1,7 +1,5 @@
 """Graphs on two ranks that share collectives: all replay the same size, or all run eagerly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

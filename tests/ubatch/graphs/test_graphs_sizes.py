@@ -3,8 +3,6 @@
 And changes of a captured module: new values are used by its graphs; new addresses or code drop the graphs.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

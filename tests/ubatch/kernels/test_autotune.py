@@ -1,7 +1,5 @@
 """Autotuning and the choice between back ends, with fake times: what is timed, kept, written, left out and refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

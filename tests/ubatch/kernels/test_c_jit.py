@@ -1,7 +1,5 @@
 """Kernels in C: compiled once, reused, and on failure an error with the reason instead of a crash."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import re

@@ -1,7 +1,5 @@
 """Sums and conversions in C: torch's numbers, to the last bit, and torch's operators where C does not run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from c_kernels import needs_c

@@ -1,7 +1,5 @@
 """Lanes start with the caller's per-thread state of torch and Python; changes in a lane stay in that lane."""
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Exactly one lane runs, in the predicted order, with every kind of wake-up."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import random

@@ -1,7 +1,5 @@
 """A lane that fails: the caller gets the original error, the other lanes unwind one by one, and the next step runs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

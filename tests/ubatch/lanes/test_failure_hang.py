@@ -1,7 +1,5 @@
 """A lane that hangs, or a user who presses Ctrl-C: the step ends soon, says where lanes were, and the next one runs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

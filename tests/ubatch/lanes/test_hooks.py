@@ -1,7 +1,5 @@
 """Receive hooks run exactly once: in which lane, when, and what happens without a hand-off."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

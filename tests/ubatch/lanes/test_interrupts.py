@@ -1,7 +1,5 @@
 """Ctrl-C before any line of the caller: the call ends, and the wrapper works at once."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -1,7 +1,5 @@
 """On a GPU lanes share a core, once their steps leave no new threads; whatever they start is free again."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

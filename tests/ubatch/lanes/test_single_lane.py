@@ -1,7 +1,5 @@
 """A batch as the only lane, in the caller's thread: which features of a lane it has."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

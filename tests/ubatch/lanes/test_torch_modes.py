@@ -1,7 +1,5 @@
 """torch's transforms, modes and hooks around a call: lanes copy them, or the call runs unsplit with a reason."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The lanes' threads: kept from step to step, stopped when unused, safe across fork and exit; and none to be had."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Files that readers find whole."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Messages between ranks in the rendezvous store: signed, bound to their name, and refused if not valid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

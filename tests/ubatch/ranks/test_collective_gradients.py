@@ -1,7 +1,5 @@
 """Gradients through collectives on two ranks: torch's own, and the slope of the sum over all ranks, in fp64."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import warnings

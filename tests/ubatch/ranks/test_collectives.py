@@ -1,7 +1,5 @@
 """Collectives inside and outside lanes, against references that see every rank's data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a rank notices a failed peer while its host does not wait, as with NCCL: the peer watch, over gloo."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

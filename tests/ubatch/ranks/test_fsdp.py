@@ -1,7 +1,5 @@
 """Modules whose weights torch gathers layer by layer (`fully_shard`): lanes share what is gathered."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Work in gaps is done where a step waits for a transfer that has not arrived, and nowhere else."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

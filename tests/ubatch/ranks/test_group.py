@@ -1,7 +1,5 @@
 """The vote: whatever batches ranks have, they split alike, never dead-lock, and every no has a reason."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Modules whose collectives are torch's own: waits become points, and the outputs stay the same."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

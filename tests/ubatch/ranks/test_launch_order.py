@@ -1,7 +1,5 @@
 """`UBATCH_CHECK_ORDER=1`: launches in different orders raise an error on all ranks that shows the difference."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank that compiles, tunes or loads for longer than `timeout_s`: its peers wait for it, but not for hung ranks."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

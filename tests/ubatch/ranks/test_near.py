@@ -1,7 +1,5 @@
 """Small messages between ranks of one machine: what arrives, in which order, and what a failure does."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Ranks that are late, absent or interrupted: the others wait no longer than necessary and name the rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

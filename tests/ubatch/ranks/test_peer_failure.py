@@ -1,7 +1,5 @@
 """Failure of one rank: what the other ranks report, and how all of them recover."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

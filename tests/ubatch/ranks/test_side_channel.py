@@ -1,7 +1,5 @@
 """Transfers beside the steps: they arrive though nobody waits, never meet the steps' own, and fail alone."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

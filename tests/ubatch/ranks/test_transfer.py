@@ -1,7 +1,5 @@
 """Transfers: the value is made once, every wait raises the error, and no wait is longer than necessary."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

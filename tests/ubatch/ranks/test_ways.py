@@ -1,7 +1,5 @@
 """Rows over gloo: few travel over the ranks' own sockets, many have a connection for each direction."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

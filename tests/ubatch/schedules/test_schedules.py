@@ -3,8 +3,6 @@
 And the baton's rules as a pure table: which lane runs next, and the resulting interleaving.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

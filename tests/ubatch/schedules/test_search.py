@@ -1,7 +1,5 @@
 """The schedule search finds the known best schedules, and the same as trying all of them, for layers of any kinds."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """The ideal machine: published facts about schedules, and agreement with the ring."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Splitting: the golden cases, slow references as oracles, and properties that every split has."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Decodes and prefills in one batch: lanes of equal cost or a separate lane, whichever is predicted to be faster."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The vote as a pure function: offers, decisions, and the encoding of an offer."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

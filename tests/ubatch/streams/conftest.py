@@ -1,7 +1,5 @@
 """Fake devices with lanes on them; the lanes' threads end with the test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

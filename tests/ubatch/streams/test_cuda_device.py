@@ -1,7 +1,5 @@
 """Lanes on a real GPU: streams, events, memory, ranges, and NCCL with a group of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The SM budget: when there is one, which kernels keep to it, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every stream back end keeps what lanes rely on (`stream_checks`); a device that is missing has an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 lane's communication waits for what another lane computes meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

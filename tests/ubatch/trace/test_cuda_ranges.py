@@ -1,7 +1,5 @@
 """Ranges for profilers: one per lane and point, from every lane's own thread; none unless requested."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

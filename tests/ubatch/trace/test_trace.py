@@ -1,7 +1,5 @@
 """Recording a trace: spans that fill a lane's turns, transfers from launch to arrival, events in order."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Exporting a trace: the summary against a sampled reference, the files against the format that viewers need."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import json

@@ -3,8 +3,6 @@
 And the notes of a wrapper on its steps in a trace.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace

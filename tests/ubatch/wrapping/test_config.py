@@ -1,7 +1,5 @@
 """Settings: every invalid one is refused before anything runs, with the value and the remedy; and those of one mode."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What counts as equal, in a proof and in a later merge: large values hide nothing, and what was zero tells nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

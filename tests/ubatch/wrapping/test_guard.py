@@ -1,7 +1,5 @@
 """Overlapped calls that do what their proof did not show: found, put back and run whole, or refused by name."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -3,8 +3,6 @@
 A test that fails here is good news: one exception less. Take it out of the document, too.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """State in unusual places: what a module keeps outside its plain attributes is seen, put back or named."""
 
-from __future__ import annotations
-
 import _thread
 import collections
 import dataclasses

@@ -1,7 +1,5 @@
 """Hugging Face's `generate` through the wrapper: the same tokens as the untouched model, with its own cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The proof: what it detects, what it leaves unchanged, and what it costs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

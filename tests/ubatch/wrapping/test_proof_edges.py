@@ -1,7 +1,5 @@
 """Cases that a proof must detect: groups of rows, masks, state, random numbers, near-ties, changes after the proof."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Ranks prove together or not at all; a failure on one rank makes all decline, within that call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

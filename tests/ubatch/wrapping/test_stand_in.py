@@ -1,7 +1,5 @@
 """The stand-in's twin: made for methods only, never a second object on the live module after its use; and tracers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Special methods, the class of a stand-in, and what it tells of methods that may have changed the module."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc

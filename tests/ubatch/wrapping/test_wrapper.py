@@ -1,7 +1,5 @@
 """The wrapper's public behaviour: it overlaps in the predicted order or behaves as the module; misuse is refused."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io

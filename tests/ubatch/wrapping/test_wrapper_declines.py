@@ -1,7 +1,5 @@
 """The wrapper gives its reason for not overlapping, and obeys explicit slices."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

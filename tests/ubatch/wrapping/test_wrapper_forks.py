@@ -1,7 +1,5 @@
 """A process that is forked during a call of a wrapper: the child's wrapper works, or says why it does not."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """The zoo: third-party modules, wrapped. Each gives equal results, overlapped or declined with its reason."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

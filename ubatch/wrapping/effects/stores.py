@@ -5,8 +5,6 @@ that is back when the call ends shows in no comparison afterwards, so attributes
 are compared when lanes hand over, too. That would cost too much for all modules, and the code of most sets none.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import inspect

@@ -12,8 +12,6 @@ them for a token, unless other sizes are given; steps are prefills, and every ra
 The file of `--json` is written after each part: a run that is interrupted loses only the part that ran.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum

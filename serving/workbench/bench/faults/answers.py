@@ -1,8 +1,6 @@
 """Requests of `ubatch bench faults`: half of them streamed, half sampled, each with something that a restart could
 break; and everything that their answers say: texts, tokens, log-probabilities, ends."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

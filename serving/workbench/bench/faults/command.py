@@ -1,7 +1,5 @@
 """The command: its sections, and its verdict."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

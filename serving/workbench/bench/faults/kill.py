@@ -1,7 +1,5 @@
 """The part of `ubatch bench faults` that kills engines while requests run, in several configurations of a server."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -6,8 +6,6 @@ cut, healed  the link loses everything for longer than `--timeout-s`; the second
 cut          the same for ever: both launchers end by themselves, and name the other machine
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,8 +1,6 @@
 """The parts of `ubatch bench faults` with other faults than a signal that kills: ranks that hang, steps that fail; and
 those in which engines fail too often: by a request that kills them, and by chance."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

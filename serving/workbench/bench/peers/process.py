@@ -1,7 +1,5 @@
 """Engines as processes: start one, let it generate, end it with all its processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -5,8 +5,6 @@ one after the other, and the same halves in lanes that hand over twice per layer
 hand-offs, contexts, splitting and merging.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

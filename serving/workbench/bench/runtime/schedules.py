@@ -15,8 +15,6 @@ Per schedule, besides `speedup` over the best serial arm, and `efficiency`, max(
     error         predicted / measured - 1
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -8,8 +8,6 @@ transformers without a wrapper:
     over_not_wrapped   serial_unsplit / overlapped
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace

@@ -15,8 +15,6 @@ over that link. Both `LLM`s are loaded, and one works at a time. Their tokens ar
     decode    short prompts and long answers
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections import Counter

@@ -14,8 +14,6 @@ arm of a sweep gets the same requests. A visit runs the same streams twice:
 A mixed step below `--dbo-prefill-token-threshold` does not overlap, so a limit below it costs more with DBO.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Mapping, Sequence

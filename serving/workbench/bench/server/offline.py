@@ -12,8 +12,6 @@ at a time; their tokens are compared before anything is timed.
 Prefix caching is off, as every visit sends the same prompts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Start a server as a process of its own, wait until it is ready, and stop it; and watch one: its processes, what they
 hold, whether they compute, and what is left when it has ended."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

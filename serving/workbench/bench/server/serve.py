@@ -4,8 +4,6 @@ Requests arrive at a rate (Poisson) or all at once, stream or not, and may be dr
 `/v1/models` and `/v1/completions` or `/v1/chat/completions`; random prompts need `/tokenize`, as vLLM and ubatch have.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import asdict, replace
 from typing import Annotated, ClassVar

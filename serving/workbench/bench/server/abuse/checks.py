@@ -1,8 +1,6 @@
 """Checks after a load: requests leave nothing behind, memory does not grow, and a hung rank is noticed; and what all
 that was observed says of the promises of a server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

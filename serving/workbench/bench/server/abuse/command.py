@@ -1,7 +1,5 @@
 """The command: its flags, its phases, its table and its verdict; and the checkpoint with a token that is poison."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex
