@@ -16,10 +16,9 @@ from moe_layers import settings_of
 from torch import Tensor
 from triton_batches import DEVICE
 
-from moe import GroupLimitedRouter, SigmoidTopKRouter, SoftmaxTopKRouter, mask_padding
+from moe import GroupLimitedRouter, Router, SigmoidTopKRouter, SoftmaxTopKRouter, mask_padding, route
 from moe import router as routers
 from moe.kernels.router import route_topk
-from moe.router import Router, route
 from ubatch import ConfigError
 
 KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {

@@ -20,8 +20,7 @@ from runner_graph_cases import Job, StaticExperts, make_captured, make_checkpoin
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch
 from model_runner.step.graph_sizes import graph_families
 from tests.support.shaped_steps import decided_step
-from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, UBatchConfig, UBatchError
-from ubatch.schedules.modes import ModeSettings
+from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, ModeSettings, UBatchConfig, UBatchError
 
 pytestmark = pytest.mark.long
 

@@ -16,8 +16,7 @@ from model_runner import ModelRunner, ScheduledRequest
 from model_runner.decoder import repeated
 from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, tracing
-from ubatch.kernels.recording import Recording
-from ubatch.kernels.sums import runs_in_c
+from ubatch.kernels import Recording, runs_in_c
 
 pytestmark = needs_c
 

@@ -73,10 +73,8 @@ from ubatch import (
     fingerprint,
     set_forward_context,
 )
-from ubatch.schedules.lane_program import LayerTimes, layer_program
+from ubatch.schedules import Compute, Launch, LayerTimes, Op, Pass, Wait, layer_program, search_schedules, simulate
 from ubatch.schedules.schedule import KNOWN_POINTS
-from ubatch.schedules.search import search_schedules
-from ubatch.schedules.simulator import Compute, Launch, Op, Pass, Wait, simulate
 from ubatch.schedules.vote import decode_offer, encode_offer
 
 pytestmark = pytest.mark.long

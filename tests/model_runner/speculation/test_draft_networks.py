@@ -44,8 +44,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
-from model_runner import ModelRunner, ScheduledRequest, TensorMissing, TensorsUnread
-from model_runner.decoder.base import CausalLM
+from model_runner import CausalLM, ModelRunner, ScheduledRequest, TensorMissing, TensorsUnread
 from model_runner.drafting import load_draft
 from model_runner.drafting.proposer import select_nodes
 from model_runner.settings import most_nodes

@@ -14,8 +14,7 @@ from speculating import p_value
 from torch import Tensor
 
 from attention import MODES, KVCacheSpec, MLACacheSpec, make_kv_cache
-from model_runner import Acceptance, Request, RequestError, SamplingParams, ScheduledRequest, sample
-from model_runner.sampling.rows import SamplingRow
+from model_runner import Acceptance, Request, RequestError, SamplingParams, SamplingRow, ScheduledRequest, sample
 from model_runner.sampling.sampler import distributions
 from model_runner.speculation import DraftRows, accepted_nodes, check_acceptance, sample_by_rejection
 from model_runner.step.batch import DraftTrees, chain_of_drafts, check_parents, path_to

@@ -31,8 +31,7 @@ from moe.all2all.local import LocalAll2All
 from moe.all2all.registry import inheriting
 from moe.all2all.torch_dist.torch_dist import TorchDistAll2All
 from ranks import run_ranks
-from serving.options import SERVE, resolve_settings, to_engine_options
-from serving.options.sources import read_layers
+from serving.options import SERVE, read_layers, resolve_settings, to_engine_options
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, dbo_enabled, dbo_yield, launch_all_gather
 
 

@@ -25,8 +25,7 @@ from serving.balance.balancer import MoveReason
 from serving.engine import EngineClient
 from serving.engine.options import RestartLimits
 from serving.requests import RequestInput
-from ubatch import SCHEDULES, CommGroup, UBatchConfig, tracing
-from ubatch.trace.spans import SpanKind, Trace
+from ubatch import SCHEDULES, CommGroup, SpanKind, Trace, UBatchConfig, tracing
 
 pytestmark = pytest.mark.ranks
 

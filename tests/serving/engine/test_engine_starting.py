@@ -24,10 +24,9 @@ from forked import own_server
 from repository import MODELS
 
 from ranks import free_port
-from serving.engine import EngineClient, EngineOptions, node, run_node
+from serving.engine import EngineClient, EngineCore, EngineOptions, node, run_node
 from serving.engine.node import _await_node_0
 from serving.engine.rank import process
-from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire.rendezvous import Run
 from serving.network import admit_no_more

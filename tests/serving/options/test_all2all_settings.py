@@ -29,10 +29,8 @@ from serving.options.sources import Source, read_file, read_keywords, read_layer
 from serving.workbench.arms.stages import ArmSteps, LayerStages, NoStageTimes
 from serving.workbench.bench.runtime.schedules import Options, _search
 from serving.workbench.bench.step_setting import StepSetting
-from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
+from ubatch import CommGroup, ConfigError, ForwardMode, ModeSettings, UBatchConfig, get_schedule
 from ubatch.schedules.lane_program import LayerTimes
-from ubatch.schedules.modes import ModeSettings
-from ubatch.schedules.schedule import get_schedule
 
 TINY = str(TINY_MOE)
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")

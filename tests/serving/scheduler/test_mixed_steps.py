@@ -8,13 +8,11 @@ from fake_runner import Loop, make_loop, prompt_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from model_runner import Step
-from model_runner.step.dp import make_offer
+from model_runner import Step, make_offer
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
 from serving.scheduler.request import shares_of
 from tests.support.shaped_steps import shaped_step
-from ubatch import Decision, ForwardMode, UBatchConfig
-from ubatch.schedules.vote import decide
+from ubatch import Decision, ForwardMode, UBatchConfig, decide
 
 pytestmark = pytest.mark.long
 

@@ -34,9 +34,8 @@ from serving.workbench.planning.measured import gates_of_results, live_gates, ov
 from serving.workbench.planning.plan import make_plan, predict_step
 from serving.workbench.planning.simulate import skews_of_files
 from ubatch.errors import ConfigError
-from ubatch.schedules import simulator
+from ubatch.schedules import Compute, Launch, Op, Pass, Wait, simulator
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule
-from ubatch.schedules.simulator import Compute, Launch, Op, Pass, Wait
 
 pytestmark = pytest.mark.long
 
