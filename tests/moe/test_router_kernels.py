@@ -148,6 +148,7 @@ def test_softmax_top_k(experts: int, top_k: int, renormalize: bool) -> None:
     check(SoftmaxTopKRouter(top_k, renormalize), distinct(5, experts, seed=1))
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_logits_of_any_dtype_and_stride(dtype: torch.dtype, kernel: str) -> None:

@@ -183,6 +183,7 @@ def test_the_old_flag_is_deprecated(tmp_path: Path) -> None:
         assert list(runner.step_settings.reasons()) == ["decode", "prefill", "verify"]
 
 
+@pytest.mark.long
 def test_statistics_of_an_engine_say_what_is_decided(tmp_path: Path) -> None:
     path = make_qwen3_moe_checkpoint(tmp_path / "model")
     scheduler = SchedulerConfig(max_model_len=64)

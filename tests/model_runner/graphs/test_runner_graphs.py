@@ -94,6 +94,7 @@ def test_padding_visits_no_expert(checkpoint: Path) -> None:
         assert runner.statistics().graph_replays == 3
 
 
+@pytest.mark.wide
 def test_sequences_grow_to_the_longest_there_can_be(checkpoint: Path, eager: ModelRunner) -> None:
     jobs = [Job(0, [7] * 3, SamplingParams(max_tokens=125, ignore_eos=True)), Job(0, [8], SamplingParams(max_tokens=9))]
     with make_captured(checkpoint, cudagraph_capture_sizes=(2,)) as runner:

@@ -55,6 +55,7 @@ def repetitions(runner: ModelRunner) -> int:
 SIZES = [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 3, 2, 1, 1, 1, 1]
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(4)
 @pytest.mark.parametrize(
     ("family", "overrides", "dtype"),
@@ -90,6 +91,7 @@ def test_repeated_steps_are_the_same_to_the_bit(
         assert torch.equal(second, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "schedule"),
     [("Qwen3Moe", "mlp_shared_overlap"), ("Qwen2Moe", "two_batch_decode"), ("DeepseekV3", "two_batch_decode_qwen3")],

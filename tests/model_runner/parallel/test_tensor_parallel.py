@@ -365,6 +365,7 @@ def astray(runner: ModelRunner) -> None:
     runner.model.compute_logits = compute_logits  # type: ignore[method-assign]
 
 
+@pytest.mark.wide
 def test_tokens_and_drafts_are_those_of_the_first_rank() -> None:
     with ModelRunner(TINY_MOE, kv_cache_memory=8 << 20, max_num_seqs=4) as alone:
         wanted = [list(output.token_ids) for output in generate(alone, PROMPTS[::2], GREEDY)]

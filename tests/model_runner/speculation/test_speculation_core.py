@@ -192,6 +192,7 @@ def test_tokens_have_the_targets_distribution(params: str, known: bool) -> None:
     assert p_value(counts.flatten(), pairs.flatten()) > 1e-3
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("known", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("wrong", [with_the_wrong_rest, always_accepted])

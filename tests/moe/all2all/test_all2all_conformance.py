@@ -257,6 +257,7 @@ def _on_two_ranks(rank: int, ranks: int) -> None:
 # --------------------------------------------------------------------------------------------- one file is a back end
 
 
+@pytest.mark.long
 def test_one_file_adds_a_back_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its place, or by a name, through all that a server checks; and the suite takes it."""
     (tmp_path / "my_transport.py").write_text(

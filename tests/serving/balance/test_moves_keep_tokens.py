@@ -160,6 +160,7 @@ def traced(rank: int, _: int, lanes: bool) -> tuple[Trace, set[str]]:
         return trace, set(core.statistics().steps)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("lanes", [True, False], ids=["lanes", "unsplit"])
 def test_experts_are_sent_in_the_gaps_of_steps(lanes: bool) -> None:
     for trace, steps in run_ranks(traced, 2, lanes):
@@ -207,6 +208,7 @@ async def move_while_they_run(client: EngineClient) -> None:
     assert await all_tokens(client, "c") == first
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("config", "reason"),
     [({"step_interval": 40}, MoveReason.INTERVAL), ({"window_size": 60, "balancedness_fall": 0.01}, MoveReason.FALLEN)],

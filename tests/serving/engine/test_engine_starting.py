@@ -154,6 +154,7 @@ def test_a_node_0_that_is_never_started_is_given_up(monkeypatch: pytest.MonkeyPa
         run_node(node_1(free_port()))
 
 
+@pytest.mark.long
 def test_a_node_that_is_ended_while_it_waits_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     port = free_port()

@@ -212,6 +212,7 @@ def runner_over(all2all: Any) -> ModelRunner:
     return cast(ModelRunner, SimpleNamespace(**runner, tensor_parallel_size=1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "tokens", "cuts"), [(DECODE, 100, None), (VERIFY, 1000, None), (DECODE, 4096, False), (PREFILL, 64, False)]
 )

@@ -143,6 +143,7 @@ def test_ranks_come_to_the_same_limit_whatever_their_clocks_say(lag: int) -> Non
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @settings(max_examples=20, deadline=None, phases=(Phase.generate,))
 @given(
     alone_us=st.integers(500, 50_000), fixed=st.floats(0, 0.8), token_us=st.floats(0.1, 300), overlapped=st.booleans()

@@ -205,6 +205,7 @@ def test_live_comparison_runs_on_two_ranks(tmp_path: Path) -> None:
     assert found[1].predicted > found[0].predicted
 
 
+@pytest.mark.wide
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("hardware", "mode", "ep", "tokens"),
@@ -291,6 +292,7 @@ def test_figures_beyond_the_tables_are_said_to_be(capsys: pytest.CaptureFixture[
     assert "not published for so many ranks" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_missed_gate_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -238,6 +238,7 @@ def test_stage_times_come_back_from_a_program() -> None:
         layer_times([])
 
 
+@pytest.mark.long
 def test_stage_times_of_other_numbers_of_lanes() -> None:
     from moe import All2AllTraits
 

@@ -74,6 +74,7 @@ def test_summary_without_communication_hides_all_there_was() -> None:
     assert summarise(OVERLAPPED[:1]).hidden_fraction == 1.0
 
 
+@pytest.mark.long
 @given(spans_in_ticks)
 def test_summary_equals_a_count_of_moments(spans: list[Span]) -> None:
     waiting, on_link = moments(spans, WAIT), moments(spans, TRANSFER)
@@ -99,6 +100,7 @@ def test_interval_sets(first: list[tuple[float, float]], second: list[tuple[floa
         assert all(left[1] <= right[0] for left, right in itertools.pairwise(result)), "sorted and disjoint"
 
 
+@pytest.mark.long
 @given(spans_in_ticks)
 def test_packed_transfers_do_not_overlap_in_a_row(spans: list[Span]) -> None:
     rows = pack(spans)
@@ -152,6 +154,7 @@ def test_chrome_rows_and_times() -> None:
     }
 
 
+@pytest.mark.long
 @given(spans_in_ticks)
 def test_chrome_events_of_a_lane_nest(spans: list[Span]) -> None:
     """Chrome draws a row wrongly where two events overlap without one containing the other."""
