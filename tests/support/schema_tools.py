@@ -8,8 +8,6 @@ from typing import Any
 
 from schema_features import by_pattern, defined, formatted, number, open_object, places, ref, whole
 
-__all__ = ["TOOLS"]
-
 
 def _strict(**properties: Any) -> dict[str, Any]:
     return {**open_object("*", **properties), "additionalProperties": False}
