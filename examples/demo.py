@@ -35,9 +35,8 @@ from serving.workbench.bench.runtime.overlap import OverlapResult, measure_overl
 from serving.workbench.bench.statistics import Interval, paired
 from serving.workbench.bench.step_setting import StepSetting, prefill_batch, slowest_rank
 from serving.workbench.tracing.text import KEY, compare_steps, last_step
-from ubatch import CommGroup, DeclineReason, Span, StepNote, UBatchConfig, UBatchWrapper, tracing
+from ubatch import CommGroup, DeclineReason, Span, StepNote, UBatchConfig, UBatchWrapper, tracing, write_html
 from ubatch.trace.export import write_chrome
-from ubatch.trace.page import write_html
 
 MODEL = Path(__file__).parent / "models" / "tiny-moe"
 SHOWN = ("def main(", "class Server:\n    def __init__(self, ", "    for line in ", "    raise ValueError(")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from serving.ranks import run_ranks
-from ubatch import CommGroup, UBatchConfig, UBatchWrapper, all_reduce, tracing
-from ubatch.trace.export import summarise
+from ubatch import CommGroup, UBatchConfig, UBatchWrapper, all_reduce, summarise, tracing
 
 HIDDEN, INTERMEDIATE, BLOCKS = 256, 1024, 4
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from serving.ranks import run_ranks
-from ubatch import CommGroup, UBatchConfig, UBatchWrapper, tracing
-from ubatch.trace.export import summarise
+from ubatch import CommGroup, UBatchConfig, UBatchWrapper, summarise, tracing
 
 SHAPE = LlamaConfig(
     vocab_size=512,

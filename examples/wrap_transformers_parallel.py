@@ -24,8 +24,7 @@ from transformers.distributed import DistributedConfig
 
 from moe import register_with_transformers
 from serving.ranks import run_ranks
-from ubatch import CommGroup, UBatchConfig, UBatchWrapper, tracing
-from ubatch.trace.export import summarise
+from ubatch import CommGroup, UBatchConfig, UBatchWrapper, summarise, tracing
 
 MODEL = Path(__file__).parent / "models" / "tiny-moe"
 PROMPTS = ("import os\n", "class Server:\n    def __init__(self", "def main(", "    for line in ", "def test_")

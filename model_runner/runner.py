@@ -19,8 +19,7 @@ from model_runner.auto.step_settings import StepSettings
 from model_runner.backend_choice import resolve_attention, resolve_experts, resolve_fp8_blocks
 from model_runner.balance import make_mover
 from model_runner.decoder.base import ExpertParallel, check_tensor_parallel
-from model_runner.drafting.network import load_draft
-from model_runner.drafting.proposer import DraftProposer
+from model_runner.drafting import DraftProposer, load_draft
 from model_runner.errors import fits_in_memory
 from model_runner.memory.host_memory import lasting_memory
 from model_runner.memory.memory_profile import CudaMemory, measured_blocks

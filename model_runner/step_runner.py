@@ -23,8 +23,7 @@ from torch import Tensor
 
 from model_runner.auto.step_settings import Proposal, StepSettings
 from model_runner.balance import Mover
-from model_runner.drafting.network import DraftNetwork
-from model_runner.drafting.proposer import DraftProposer
+from model_runner.drafting import DraftNetwork, DraftProposer
 from model_runner.graphs.runner_graphs import CapturingRunner
 from model_runner.pending_step import PendingStep, StepOutput
 from model_runner.speculation import StepObserver, check_acceptance

@@ -35,8 +35,7 @@ from moe.expert_parallel import make_transport
 from moe.experts.quantization import dequantize_blocks
 from moe.modular_kernel import FusedMoEModularKernel
 from moe.segments import segment_offsets, segment_sum
-from ubatch import CommGroup, ConfigError, all_gather, get_forward_context, set_forward_context
-from ubatch.errors import nearest
+from ubatch import CommGroup, ConfigError, all_gather, get_forward_context, nearest, set_forward_context
 from ubatch.ranks import check_group
 
 if TYPE_CHECKING:

@@ -18,14 +18,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from attention import MLAShape
-from model_runner.decoder.config import (
-    DecoderConfig,
-    MoEConfig,
-    read_decoder,
-    read_grouped_query,
-    read_num_experts,
-    read_top_k,
-)
+from model_runner.decoder import DecoderConfig
+from model_runner.decoder.config import MoEConfig, read_decoder, read_grouped_query, read_num_experts, read_top_k
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import Rope, read_rope
 from model_runner.models.draft_heads import LayersBehind

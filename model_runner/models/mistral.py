@@ -8,14 +8,8 @@ on the Hugging Face hub.
 from collections.abc import Iterable
 from typing import Any
 
-from model_runner.decoder.config import (
-    DecoderConfig,
-    MoEConfig,
-    TensorNames,
-    read_decoder,
-    read_grouped_query,
-    read_top_k,
-)
+from model_runner.decoder import DecoderConfig
+from model_runner.decoder.config import MoEConfig, TensorNames, read_decoder, read_grouped_query, read_top_k
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.decoder.rope import read_rope
 from model_runner.weights.files import HFConfig

@@ -14,14 +14,8 @@ Source: Qwen2 Technical Report, Qwen1.5-MoE (2024), Qwen3 Technical Report (2025
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from model_runner.decoder.config import (
-    DecoderConfig,
-    MoEConfig,
-    TensorNames,
-    read_decoder,
-    read_grouped_query,
-    read_layer_windows,
-)
+from model_runner.decoder import DecoderConfig
+from model_runner.decoder.config import MoEConfig, TensorNames, read_decoder, read_grouped_query, read_layer_windows
 from model_runner.decoder.decoder import DecoderLM
 from model_runner.models.mistral import read_softmax_moe
 from model_runner.weights.files import HFConfig

@@ -10,10 +10,9 @@ mtp                  nothing: the model's   a chain or a tree, as eagle
 from collections.abc import Iterator
 from contextlib import closing
 
-from model_runner import Checkpoint, CheckpointError, ModelConfig
+from model_runner import Acceptance, Checkpoint, CheckpointError, ModelConfig
 from model_runner.models import has_layer, no_layer
 from model_runner.settings import most_nodes
-from model_runner.speculation import Acceptance
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.options.flags.server_flags import DRAFT_STEPS, NGRAM_DRAFTS, TREE_DRAFTS
 from serving.options.sources import Settings

@@ -15,8 +15,7 @@ import torch
 
 from attention import CommonAttentionMetadata
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest, Step, build_input_batch
-from ubatch import SCHEDULES, ForwardMode, Schedule, UBatchConfig
-from ubatch.errors import ConfigError
+from ubatch import SCHEDULES, ConfigError, ForwardMode, Schedule, UBatchConfig
 from ubatch.schedules import SERIAL
 
 SERIAL_ARM = "serial"

@@ -33,8 +33,7 @@ from serving.workbench.bench.step_setting import (
     open_setting,
 )
 from serving.workbench.planning.gates import Gate
-from ubatch import Schedule
-from ubatch.errors import ConfigError
+from ubatch import ConfigError, Schedule
 from ubatch.schedules import Launch, Op
 
 _LIMIT = 0.05

@@ -16,10 +16,8 @@ from typing import Any
 
 import msgspec
 
-from serving.engine.client import EngineClient
+from serving.engine import EngineClient, EngineOptions, run_node
 from serving.engine.launch import EngineMain
-from serving.engine.node import run_node
-from serving.engine.options import EngineOptions
 from serving.generate import check_launcher, print_notes
 from serving.options import (
     TUNE,

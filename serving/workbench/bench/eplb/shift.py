@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from moe import ExpertPlacement
 from moe.balance import EplbConfig, Floats, part_steps, plan_placement
-from serving.balance.balancer import Balancer
-from serving.balance.load_book import LoadBook
+from serving.balance import Balancer, LoadBook
 from serving.workbench.bench.eplb import skewed
 from serving.workbench.bench.statistics import table
 from serving.workbench.bench.step_setting import open_batch

@@ -25,9 +25,8 @@ import torch
 from pydantic import Field
 
 from model_runner import SamplingParams
-from serving.engine.options import EngineOptions
+from serving.engine import EngineCore, EngineOptions
 from serving.engine.rank.build import make_core, make_runner
-from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.llm import LLM
 from serving.requests import DraftCounts, RequestInput

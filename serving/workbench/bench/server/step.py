@@ -41,9 +41,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from model_runner import step_runner
+from model_runner import PendingStep, step_runner
 from model_runner.decoder import decoder, latent_attention, layers, rope, scatter, sparse_mlp
-from model_runner.pending_step import PendingStep
 from moe import FusedMoEModularKernel
 from serving.arguments.fields import Flag
 from serving.engine.rank.core import EngineCore
