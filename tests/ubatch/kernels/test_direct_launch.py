@@ -93,10 +93,7 @@ def test_the_driver_gets_the_grid_and_the_parameters(driver: Driver) -> None:
     assert driver.shape == [FUNCTION, 2, 3, 4, 128, 1, 1, 2048, STREAM, 1]
     passed = [number.to_bytes(8, "little") for number in driver.parameters[:10]]
     assert [int.from_bytes(passed[place], "little") for place in (0, 1, 7)] == [address, 64, 48]
-    assert struct.unpack("<i", passed[2][:4]) == (-5,)
-    assert struct.unpack("<q", passed[3]) == (-(2**40),)
-    assert struct.unpack("<Q", passed[4]) == (2**64 - 1,)
-    assert struct.unpack("<f", passed[5][:4]) == (0.5,)
+    assert struct.unpack("<i4xqQf4x", b"".join(passed[2:6])) == (-5, -(2**40), 2**64 - 1, 0.5)
     assert passed[6][0] == 1
     assert passed[8:] == [bytes(8)] * 2, "scratch memory: none"
 

@@ -15,16 +15,7 @@ from typing import Any
 import pytest
 import torch
 from failure_cases import endless, explode, fails, one_of, usable
-from lanes import (
-    FakeWork,
-    FinishedWork,
-    lane_pool,
-    lane_threads,
-    no_lane_threads_within,
-    open_files,
-    run,
-    within,
-)
+from lanes import FakeWork, FinishedWork, lane_pool, lane_threads, no_lane_threads_within, open_files, run, within
 from wrapping import Plain, rows, wrapped
 
 from ubatch import Schedule, Transfer, UBatchTimeout, interleave
@@ -310,9 +301,6 @@ def test_a_failure_while_leaving_is_a_failure() -> None:
     fails(streams.lane(None), endless, raises=RuntimeError, match="device-side assert", streams=streams)
 
 
-# ----------------------------------------------------------------------------------------------------------- afterwards
-
-
 # -------------------------------------------------------------------------------------------------- a thousand failures
 
 
@@ -382,14 +370,10 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def _hook_fails() -> None:
-    dbo_register_recv_hook(lambda: _raise(ValueError("hook")))
-
-
 TROUBLE: dict[str, tuple[Callable[[], object], type[BaseException]]] = {
     "error": (lambda: _raise(ValueError("model")), ValueError),
     "abort": (lambda: _raise(KeyboardInterrupt()), KeyboardInterrupt),
-    "hook": (_hook_fails, ValueError),
+    "hook": (lambda: dbo_register_recv_hook(lambda: _raise(ValueError("hook"))), ValueError),
     "wait": (lambda: Transfer("t", [FakeWork(OSError("link"))], int).wait(), OSError),
     "hang": (lambda: time.sleep(0.7), UBatchTimeout),
     "ctrl-c": (lambda: (os.kill(os.getpid(), signal.SIGINT), endless()), KeyboardInterrupt),

@@ -40,8 +40,7 @@ class Experts(nn.Module):
         """The forward context tells every rank's tokens in this lane, or in the whole call."""
         context = ubatch.get_forward_context()
         rows = ubatch.all_gather(torch.tensor([x.shape[0]]), self.group).tolist()
-        assert context.tokens_across_ranks == tuple(rows)
-        assert context.num_tokens == x.shape[0]
+        assert (context.tokens_across_ranks, context.num_tokens) == (tuple(rows), x.shape[0])
         assert context.decision.engaged == ubatch.dbo_enabled()
 
     def experts(self, x: Tensor) -> Tensor:

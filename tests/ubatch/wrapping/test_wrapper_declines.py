@@ -261,8 +261,7 @@ def test_token_slices_cut_flat_arguments_where_they_say() -> None:
         with set_forward_context(context):
             result = wrapper(torch.zeros(8, 2), positions=torch.arange(8))
             assert ubatch.get_forward_context() is context
-        assert result[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
-        assert notes == [*lanes]
+        assert (result[:, 0].tolist(), notes) == ([0.0] * 4 + [1.0] * 4, [*lanes])
         assert wrapper.statistics().engaged == 1
 
 
