@@ -76,9 +76,10 @@ def proving(rank: int, world_size: int) -> dict[str, Any]:
 def test_ranks_prove_together() -> None:
     first, second = run_ranks(proving, 2)
     both = {"alike": (2, 1, {}), "idle": (3, 2, {}), "and the group is as good as new": (1, 1, {})}
-    why, reason = {"alone": "ROWS_DEPEND", "raising": "LANE_FAILED", "drawing": "DRAWS_RANDOM"}, DeclineReason
+    reason = DeclineReason
+    why = {"alone": reason.ROWS_DEPEND, "raising": reason.LANE_FAILED, "drawing": reason.DRAWS_RANDOM}
     assert first == {**both, **{name: (0, 0, {PEER: 4}) for name in why}}
-    assert second == {**both, **{name: (0, 0, {reason[own]: 4}) for name, own in why.items()}}
+    assert second == {**both, **{name: (0, 0, {own: 4}) for name, own in why.items()}}
 
 
 def several_groups(rank: int, world_size: int) -> tuple[int, int, dict[Any, int]]:

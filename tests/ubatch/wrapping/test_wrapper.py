@@ -214,8 +214,7 @@ def test_state_parameters_and_modes_are_the_modules(model: Model, wrapper: UBatc
     with pytest.raises(RuntimeError, match="Missing key"):
         wrapper.load_state_dict({})
     assert wrapper.eval() is wrapper
-    assert not wrapper.training
-    assert not model.layers[0].training
+    assert (wrapper.training, model.layers[0].training) == (False, False)
     assert wrapper.train() is wrapper
     assert model.training
     assert wrapper.to(torch.float64) is wrapper
