@@ -2,6 +2,8 @@
 the checkpoint's files are read. vLLM's options are done, take another name here, or are refused with a sentence.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import weakref

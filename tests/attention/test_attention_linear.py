@@ -192,6 +192,7 @@ def outputs(shape: GatedDeltaShape, dtype: torch.dtype, device: str, patch: pyte
     return [*results, pool.states[0], pool.windows[0]]
 
 
+@pytest.mark.wide
 def test_triton_leaves_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
     use_triton(monkeypatch)
     wanted, got = (outputs(SHAPES[0], torch.float32, "cpu", monkeypatch, triton=kind) for kind in (False, True))

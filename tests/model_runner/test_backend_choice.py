@@ -21,18 +21,16 @@ import attention.backends.registry
 import moe.experts.registry
 from attention import AttentionShape, MLAShape, make_kv_cache, resolve_attention_backend
 from attention.backends import registry
-from model_runner import ModelRunner
+from model_runner import Checkpoint, ModelRunner
 from model_runner.backend_choice import _choose, resolve_attention, resolve_experts, resolve_fp8_blocks
 from model_runner.models.registry import read_model
 from model_runner.weights.quantization import WeightQuantization
-from model_runner.weights.weights import Checkpoint
 from moe import All2All, ExpertsNeeds, ExpertsShape, experts_backends, fastest_experts, make_all2all, usable_experts
 from moe.experts import flashinfer
 from moe.experts.flashinfer import FlashInferExperts
 from ranks import run_ranks
 from ubatch import SCHEDULES, CommGroup, ConfigError, PeerFailed, UBatchConfig
-from ubatch.kernels import autotuner
-from ubatch.kernels.candidates import Chosen
+from ubatch.kernels import Chosen, autotuner
 
 pytestmark = pytest.mark.long
 

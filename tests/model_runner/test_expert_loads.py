@@ -84,6 +84,7 @@ def test_repeated_steps_are_counted(checkpoint: Path) -> None:
         assert repeated.repetitions > 0
 
 
+@pytest.mark.long
 def test_padding_of_captured_steps_is_not_counted(tmp_path: Path) -> None:
     """Sizes of graphs are 1, 2, 4 and 7; five requests run in the largest."""
     path, prompts = make_tiny(tmp_path), [[each, 7, 9] for each in range(1, 6)]

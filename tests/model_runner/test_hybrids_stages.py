@@ -17,11 +17,9 @@ from ranks import run_ranks
 from serving.workbench.arms.cells import Arm, Cell, Grid, make_batch
 from serving.workbench.arms.programs import read_steps, traced_step, write_steps
 from serving.workbench.arms.stages import ArmSteps, best_schedules, layer_times
-from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig, tracing
-from ubatch.schedules.lane_program import LayerTimes, layer_program
+from ubatch import SCHEDULES, CommGroup, Schedule, UBatchConfig, tracing, write_chrome
+from ubatch.schedules import Compute, Launch, LayerTimes, Op, Pass, layer_program, simulate
 from ubatch.schedules.schedule import KNOWN_POINTS, LINEAR_ATTENTION
-from ubatch.schedules.simulator import Compute, Launch, Op, Pass, simulate
-from ubatch.trace.export import write_chrome
 from ubatch.trace.file import read_chrome
 from ubatch.trace.stages import stage_names
 

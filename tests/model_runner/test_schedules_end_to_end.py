@@ -22,8 +22,7 @@ from torch import Tensor
 from model_runner import ModelRunner, SamplingParams, generate
 from model_runner.decoder import decoder
 from ranks import run_ranks
-from ubatch import SCHEDULES, CommGroup, UBatchConfig, dbo_current_ubatch_id, tracing
-from ubatch.schedules.ring import interleave
+from ubatch import SCHEDULES, CommGroup, UBatchConfig, dbo_current_ubatch_id, interleave, tracing
 from ubatch.trace.spans import current_trace
 
 pytestmark = pytest.mark.ranks

@@ -19,9 +19,8 @@ from moe import All2AllTraits, make_all2all
 from moe.all2all.layouts import blocks_of, only_block
 from ubatch import ConfigError, Point, Recv, Schedule, SharedExpert, SpanKind, Trace, dbo_yield, get_schedule, tracing
 from ubatch.lanes.workers import LanePool, SingleLane
-from ubatch.schedules.lane_program import LayerTimes, layer_program
+from ubatch.schedules import Launch, LayerTimes, Op, Pass, Wait, layer_program, programs_of, simulate
 from ubatch.schedules.schedule import check_runnable
-from ubatch.schedules.simulator import Launch, Op, Pass, Wait, programs_of, simulate
 from ubatch.streams.streams import StreamBackend
 
 pytestmark = pytest.mark.long

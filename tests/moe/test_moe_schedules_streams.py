@@ -24,11 +24,10 @@ from fake_cuda import FakeCuda
 from moe_layers import Stack, lanes_of, run_checks
 from torch import Tensor, nn
 
-from moe import FusedMoEModularKernel
+from moe import FusedMoEModularKernel, SignallingExperts
 from moe.all2all.deepep import base as deepep
 from moe.all2all.deepep.auto import DeepEPAutoAll2All
 from moe.all2all.torch_dist import chunks as torch_dist_chunks
-from moe.experts.base import SignallingExperts
 from ranks import run_ranks
 from ubatch import (
     SCHEDULES,

@@ -16,10 +16,9 @@ from moe_layers import settings_of
 from torch import Tensor
 from triton_batches import DEVICE
 
-from moe import GroupLimitedRouter, SigmoidTopKRouter, SoftmaxTopKRouter, mask_padding
+from moe import GroupLimitedRouter, Router, SigmoidTopKRouter, SoftmaxTopKRouter, mask_padding, route
 from moe import router as routers
 from moe.kernels.router import route_topk
-from moe.router import Router, route
 from ubatch import ConfigError
 
 KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -149,6 +148,7 @@ def test_softmax_top_k(experts: int, top_k: int, renormalize: bool) -> None:
     check(SoftmaxTopKRouter(top_k, renormalize), distinct(5, experts, seed=1))
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_logits_of_any_dtype_and_stride(dtype: torch.dtype, kernel: str) -> None:

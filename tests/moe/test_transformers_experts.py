@@ -262,6 +262,7 @@ def on_ranks_in_its_own_mode(rank: int, world_size: int, mode: str) -> None:
         assert not wrapper.statistics().declined
 
 
+@pytest.mark.wide
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_that_transformers_shards(mode: str) -> None:

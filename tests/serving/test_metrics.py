@@ -44,6 +44,8 @@ from serving.requests import (
     _counter,
 )
 
+pytestmark = pytest.mark.long
+
 NAMES = """
 vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc vllm:prefix_cache_queries
 vllm:prefix_cache_hits vllm:prompt_tokens vllm:generation_tokens vllm:num_preemptions vllm:corrupted_requests
@@ -251,6 +253,7 @@ def http_app(engine: FakeEngine, metrics: Metrics) -> Any:
     return app_of(engine, observer=metrics.requests, around=around, metrics_app=make_asgi_app(metrics.registry))
 
 
+@pytest.mark.wide
 def test_vllms_dashboards_find_what_they_ask_for() -> None:
     metrics = Metrics()
     metrics.statistics = {0: EngineStatistics(accepted_per_position=(1,))}

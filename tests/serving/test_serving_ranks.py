@@ -276,4 +276,4 @@ def test_nothing_else_asks_for_all_cores_of_the_machine() -> None:
         for path in (ROOT / folder).rglob("*.py")
     ]
     asking = [path.relative_to(ROOT).as_posix() for path in files if "cpu_count" in path.read_text()]
-    assert asking == ["ubatch.process.machine.py"]
+    assert asking == ["ubatch/process/machine.py"]

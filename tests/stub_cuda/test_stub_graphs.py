@@ -10,8 +10,7 @@ from graph_cases import Net, graphed, memory
 from stub_cuda.counts import counted, of
 from torch import Tensor
 
-from ubatch import CaptureFailed, capturing
-from ubatch.graphs.cuda import CudaGraphs
+from ubatch import CaptureFailed, CudaGraphs, capturing
 
 
 class Reads(Net):

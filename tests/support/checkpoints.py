@@ -191,8 +191,6 @@ def reference_greedy(
     return tokens, last
 
 
-__all__ = ["APART", "LAYERS", "make_mtp_checkpoint"]
-
 LAYERS = 3
 APART = {
     "enorm": "mtp.pre_fc_norm_embedding.weight",

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 from forked import forget_the_server
 
-__all__ = ["exit_code", "in_child"]
-
 
 def in_child(body: Callable[[], object]) -> int:
     """Fork; the child runs `body` in this thread and exits with 0, or 1 where it raises. Returns the child's id."""

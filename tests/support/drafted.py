@@ -12,8 +12,6 @@ from serving.engine.speculation import SpeculationConfig, make_scheduler
 from serving.requests import DraftCounts, RequestInput, RequestOutput
 from serving.scheduler import SchedulerConfig
 
-__all__ = ["DraftedOutput", "generate_drafted"]
-
 _MOST_PROMPT_TOKENS = 2048
 
 

@@ -20,10 +20,9 @@ from model_runner import ModelRunner, PendingStep, Proposer, SamplingParams, Ste
 from moe import ExpertMap, modular_kernel
 from moe.expert_map import LayerLoad
 from ranks import free_port
-from serving.engine import EngineClient, EngineOptions, run_node
+from serving.engine import EngineClient, EngineCore, EngineOptions, run_node
 from serving.engine.launch import EngineMain
 from serving.engine.rank import process
-from serving.engine.rank.core import EngineCore
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Ready

@@ -10,8 +10,6 @@ from typing import Any
 
 from repository import SUPPORT
 
-__all__ = ["LLM", "SamplingParams", "__version__", "make_environment", "serve"]
-
 __version__ = "0.0"
 SamplingParams = SimpleNamespace
 

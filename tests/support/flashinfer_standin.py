@@ -28,8 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backends.flashinfer_kernels import FlashInferKernel
 
-__all__ = ["COUNTER_BYTES", "FLASHINFER_VERSION", "FP8", "Call", "CountAllocations", "StandIns", "allocations"]
-
 FP8 = torch.float8_e4m3fn
 COUNTER_BYTES = 256
 FLASHINFER_VERSION = "0.7.2.post1"

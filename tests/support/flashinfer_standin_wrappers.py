@@ -17,19 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "DECODE_PLAN_OPTIONS",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchMLAPagedAttentionWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "attend",
-    "causal",
-    "check_ints",
-    "check_table",
-    "cutlass_fused_moe",
-    "opaque",
-]
-
 DECODE_PLAN_OPTIONS = {"sm_scale", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type"}
 """Keywords of the decode wrapper's plan, whose signature does not tell them."""
 

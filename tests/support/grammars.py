@@ -13,8 +13,6 @@ from torch import Tensor
 from model_runner import GrammarRows, TokenGrammar
 from serving.structured.matcher import GrammarCompiler, load_grammar_tokenizer
 
-__all__ = ["Rule", "RuleMasks", "compiler", "made", "regex", "rule_rows", "schema"]
-
 Allows = Callable[[Sequence[int]], Sequence[int]]
 """From an output to the tokens that may come next."""
 

@@ -12,8 +12,6 @@ from jsonschema.validators import validator_for
 
 from serving.structured.references import References
 
-__all__ = ["Documents", "is_bounded", "is_valid", "texts_of"]
-
 _ALPHABET = 'ab Z9_-.,:/{}[]<"\\\n\té漢😀'
 _WRONG = (None, True, False, 0, -1, 7, 10**6, 0.3, -2.5, "", "~", "x" * 80, [], [None] * 60, {}, {"zz": 1})
 _FORMS: Sequence[dict[str, Any]] = ({"separators": (",", ":")}, {}, {"indent": 2}, {"indent": 4}, {"indent": "\t"})

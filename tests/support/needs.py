@@ -15,6 +15,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
+from _pytest._io.saferepr import saferepr
 from repository import ROOT
 
 NEEDS = {
@@ -26,12 +27,15 @@ EVERYWHERE = {"_forked_ranks"}
 TESTS = str(ROOT / "tests")
 COSTLY = {"ranks", "server", "triton", "long"}
 """What takes its time has one of these markers."""
-WIDE_EVERY = 4
-"""Of the parameters of such a test, `make test` runs every n-th; `wide_sample(n)` says otherwise, also of others."""
+EVERY = 4
+"""Of the parameters of such a test `make test` runs every n-th; `wide_sample(n)` says otherwise, also of others.
+
+Of the parameters of a quick test `make test-fast` runs every n-th."""
 LEFT_OUT = {"slow", "wide", "gpu"}
 """Of what has one of these, `make test` runs nothing on a machine without a GPU."""
-_FEW_VALUES = 6
+_FEW_VALUES = 3
 """A parameter with at most so many values is shown whole; one with more, or another in each case, is sampled."""
+_FEW_VALUES_OF_CI = 6
 
 
 def mark_needs(items: Iterable[pytest.Item]) -> None:
@@ -50,7 +54,7 @@ def mark_needs(items: Iterable[pytest.Item]) -> None:
 
 
 def mark_left_out(items: Iterable[pytest.Item]) -> None:
-    """Mark parameters that runs leave out, all but those of `sample_of`: by `sample(n)` `slow`, of the others `wide`.
+    """Mark parameters that runs leave out, all but those of `sample_of`: by `sample(n)` `slow`, `wide`, or `alike`.
 
     Raises:
         pytest.UsageError: all parameters of a test with `sample(n)` are slow by themselves.
@@ -67,29 +71,31 @@ def mark_left_out(items: Iterable[pytest.Item]) -> None:
                 raise pytest.UsageError(
                     f"{test}: `sample` has nothing to choose from: all parameters are slow. Remove it."
                 )
-            _keep(quick, sum(item in quick for item in own[:: sample.args[0]]) or 1, "slow")
+            _keep(quick, sum(item in quick for item in own[:: sample.args[0]]) or 1, "slow", _FEW_VALUES_OF_CI)
         left = [item for item in own if not LEFT_OUT & _marks(item)]
         if (wide_sample := own[0].get_closest_marker("wide_sample")) is not None:
-            every = wide_sample.args[0]
-        else:
-            every, left = WIDE_EVERY, [item for item in left if COSTLY & _marks(item)]
-        _keep(left, -(-len(left) // every), "wide")
+            _keep(left, -(-len(left) // wide_sample.args[0]), "wide")
+            continue
+        costly, quick = ([item for item in left if bool(COSTLY & _marks(item)) is each] for each in (True, False))
+        _keep(costly, -(-len(costly) // EVERY), "wide")
+        _keep(quick, -(-len(quick) // EVERY), "alike")
 
 
 def _marks(item: pytest.Item) -> set[str]:
     return {mark.name for mark in item.iter_markers()}
 
 
-def _keep(items: Sequence[Any], size: int, mark: str) -> None:
+def _keep(items: Sequence[Any], size: int, mark: str, few_values: int = _FEW_VALUES) -> None:
     """Mark all parameters of a test but `size`, or some more."""
     if size >= len(items):
         return
-    kept = sample_of([{(name, repr(each)) for name, each in item.callspec.params.items()} for item in items], size)
+    cases = [{(name, saferepr(each, None)) for name, each in item.callspec.params.items()} for item in items]
+    kept = sample_of(cases, size, few_values)
     for place in set(range(len(items))) - set(kept):
         items[place].add_marker(mark)
 
 
-def sample_of(cases: Sequence[Set[tuple[str, str]]], size: int) -> list[int]:
+def sample_of(cases: Sequence[Set[tuple[str, str]]], size: int, few_values: int = _FEW_VALUES) -> list[int]:
     """Places of `size` cases, as (parameter, value) pairs, so chosen that they show as many values as they can.
 
     Each time the one that shows most new values; of equal ones, that with the values shown least often; then the
@@ -98,7 +104,7 @@ def sample_of(cases: Sequence[Set[tuple[str, str]]], size: int) -> list[int]:
     every = -(-len(cases) // max(size, 1))
     every_pair = set().union(*cases)
     counts = Counter(name for name, _ in every_pair)
-    few = {pair for pair in every_pair if counts[pair[0]] <= min(_FEW_VALUES, len(cases) - 1)}
+    few = {pair for pair in every_pair if counts[pair[0]] <= min(few_values, len(cases) - 1)}
     shown: Counter[tuple[str, str]] = Counter()
 
     def rank(place: int) -> tuple[int, int, int, bool, int]:

@@ -5,8 +5,6 @@ import numpy as np
 from moe import ExpertPlacement
 from moe.placement import slots_per_rank
 
-__all__ = ["random_placement"]
-
 
 def random_placement(num_layers: int, num_experts: int, num_ranks: int, redundant: int, seed: int) -> ExpertPlacement:
     """Every expert somewhere; replicas, also on one rank, and idle slots where there is room for more."""

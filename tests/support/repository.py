@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["MODELS", "ROOT", "SUPPORT", "TESTS", "TINY_CHAT", "TINY_MOE"]
-
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 SUPPORT = TESTS / "support"

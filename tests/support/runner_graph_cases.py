@@ -17,8 +17,7 @@ from request_steps import admitted, prefill
 from torch import Tensor
 
 from model_runner import ModelRunner, RandomQwen3Moe, Request, SamplingParams, ScheduledRequest, make_random_qwen3_moe
-from moe import register_experts_backend
-from moe.experts.base import FusedExperts
+from moe import FusedExperts, register_experts_backend
 from ubatch import UBatchConfig
 
 EXPERTS = "static_dense"

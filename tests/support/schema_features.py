@@ -1,16 +1,7 @@
-"""JSON schemas by feature, and as tools have them.
+"""JSON schemas by feature. `examples` beside a pattern are texts that match it, for the generator of documents."""
 
-`examples` beside a pattern are texts that match it, for the generator of documents.
-"""
-
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-TOOLS: Mapping[str, Any] = json.loads(Path(__file__).with_name("schema_tools.json").read_text(encoding="utf-8"))
-"""As tools and programs have them: parameters of functions, MCP tools, pydantic's models, OpenAPI's parts. They are
-written for the tests, in the manner of such tools."""
 
 
 def open_object(required: str = "", /, **properties: Any) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["HostSide", "Place", "PlacesMemory", "watched_launches"]
-
 _FACTORIES = frozenset(
     {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn, torch.zeros}
 )

@@ -10,9 +10,8 @@ import torch
 from model_checks import all_logits
 
 from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
-from ubatch import CommGroup, Point, Schedule, Trace, UBatchConfig, tracing
+from ubatch import CommGroup, Point, Schedule, Span, SpanKind, Trace, UBatchConfig, tracing
 from ubatch.ranks.launch_order import VARIABLE
-from ubatch.trace.spans import Span, SpanKind
 
 TOLERANCE = 1e-4
 EAGER = {"dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}

@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-__all__ = ["looks_for_a_smaller_failure", "skip_if_numpy_is_too_new", "why_no_interpreter"]
-
 _FIRST_THAT_WORKS = {"triton": (3, 7), "numpy": (2, 4)}
 """The first Triton that works with any numpy, and the first numpy that an earlier one does not work with."""
 _ERROR = "only 0-dimensional arrays can be converted to Python scalars"

@@ -137,6 +137,10 @@ class Item:
     def wide(self) -> bool:
         return "wide" in self._marks
 
+    @property
+    def alike(self) -> bool:
+        return "alike" in self._marks
+
     def iter_markers(self) -> Any:
         return iter(self._marks.values())
 
@@ -144,7 +148,7 @@ class Item:
         return self._marks.get(name)
 
     def add_marker(self, name: str) -> None:
-        assert not {"slow", "wide"} & self._marks.keys()
+        assert not {"slow", "wide", "alike"} & self._marks.keys()
         self._marks[name] = SimpleNamespace(name=name, args=())
 
 
@@ -164,7 +168,9 @@ def test_a_sample_of_cases_is_the_first_and_every_nth() -> None:
 
 
 def test_of_what_is_left_parameters_are_wide() -> None:
-    """By `wide_sample(n)`, or every fourth where a test is long or starts something; none that needs a GPU."""
+    """By `wide_sample(n)`, or every fourth where a test is long or starts something; none that needs a GPU.
+
+    Of a quick test as many are `alike`."""
     asked = [Item(f"a.py::test_a[{place}]", 3, by="wide_sample", case=place) for place in range(5)]
     long = [Item(f"a.py::test_b[{place}]", None, "long", case=place) for place in range(5)]
     both = [Item(f"a.py::test_c[{place}]", 2, "ranks", case=place) for place in range(10)]
@@ -178,7 +184,9 @@ def test_of_what_is_left_parameters_are_wide() -> None:
     assert sum(item.wide for item in both) == 3, "of five, two are left"
     assert [place for place, item in enumerate(triton) if not item.wide] == [0, 1, 2, 3]
     assert [place for place, item in enumerate(gpu) if not item.wide] == [0, 1, 2, 3]
+    assert [place for place, item in enumerate(quick) if not item.alike] == [0, 3]
     assert not any(item.wide or item.slow for item in quick)
+    assert not any(item.alike for item in (*asked, *long, *both, *gpu))
 
 
 @pytest.mark.parametrize("every", [2, 3, 4, 6])
@@ -195,7 +203,8 @@ def test_a_sample_shows_all_values(every: int) -> None:
 
 def test_a_sample_is_larger_if_it_must_be() -> None:
     cases = [{("outer", f"{outer}"), ("inner", f"{inner}")} for outer in range(5) for inner in range(2)]
-    assert len(sample_of(cases, 1)) == 5
+    assert len(sample_of(cases, 1)) == 2, "all of the shortest list"
+    assert len(sample_of(cases, 1, 5)) == 5
     many = [{("outer", f"{outer}"), ("inner", f"{inner}")} for outer in range(60) for inner in range(2)]
     assert len(sample_of(many, 2)) == 2, "sixty values are what is sampled"
 

@@ -13,6 +13,7 @@ from serving.workbench.arms.cells import SERIAL_ARM, CostTable, Setting, choose
 from ubatch import ConfigError
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("link", LINKS)
 def test_never_below_serial_and_close_to_the_better_way_of_every_step(link: float) -> None:
     for seed in range(2):

@@ -29,9 +29,8 @@ from serving.engine.rank.build import make_core, make_runner
 from serving.options import read_serve_command
 from serving.scheduler import SchedulerConfig
 from tests.support.shaped_steps import shaped_step
-from ubatch import SCHEDULES, CommGroup, Decision, DeclineReason, ForwardMode, UBatchConfig, fingerprint
+from ubatch import SCHEDULES, CommGroup, Decision, DeclineReason, ForwardMode, ModeSettings, UBatchConfig, fingerprint
 from ubatch.ranks.waits import Arrival
-from ubatch.schedules.modes import ModeSettings
 from ubatch.schedules.vote import TOLD_WIDTH
 
 DECODES, PREFILL = shaped_step([1] * 64, ForwardMode.DECODE), shaped_step([128], ForwardMode.PREFILL)
@@ -184,6 +183,7 @@ def test_the_old_flag_is_deprecated(tmp_path: Path) -> None:
         assert list(runner.step_settings.reasons()) == ["decode", "prefill", "verify"]
 
 
+@pytest.mark.long
 def test_statistics_of_an_engine_say_what_is_decided(tmp_path: Path) -> None:
     path = make_qwen3_moe_checkpoint(tmp_path / "model")
     scheduler = SchedulerConfig(max_model_len=64)

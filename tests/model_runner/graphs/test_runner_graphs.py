@@ -20,8 +20,7 @@ from runner_graph_cases import Job, StaticExperts, make_captured, make_checkpoin
 from model_runner import ModelRunner, SamplingParams, ScheduledRequest, build_input_batch
 from model_runner.step.graph_sizes import graph_families
 from tests.support.shaped_steps import decided_step
-from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, UBatchConfig, UBatchError
-from ubatch.schedules.modes import ModeSettings
+from ubatch import CapturedGraph, ConfigError, Decision, ForwardMode, ModeSettings, UBatchConfig, UBatchError
 
 pytestmark = pytest.mark.long
 
@@ -95,6 +94,7 @@ def test_padding_visits_no_expert(checkpoint: Path) -> None:
         assert runner.statistics().graph_replays == 3
 
 
+@pytest.mark.wide
 def test_sequences_grow_to_the_longest_there_can_be(checkpoint: Path, eager: ModelRunner) -> None:
     jobs = [Job(0, [7] * 3, SamplingParams(max_tokens=125, ignore_eos=True)), Job(0, [8], SamplingParams(max_tokens=9))]
     with make_captured(checkpoint, cudagraph_capture_sizes=(2,)) as runner:

@@ -198,6 +198,7 @@ def test_what_cannot_be_captured_is_refused_by_name(made: SimpleNamespace, caplo
             assert [len(draft.tokens) for draft in proposer.propose(requests, [3] * 4)] == [3] * 4
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chains", "trees"])
 def test_the_table_of_modes_says_what_is_captured(made: SimpleNamespace, shape: dict[str, int]) -> None:

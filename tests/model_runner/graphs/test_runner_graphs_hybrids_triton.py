@@ -57,6 +57,7 @@ def graphs_of(drafts: int) -> dict[str, Any]:
     return {"num_speculative_tokens": drafts, "cudagraph_capture_sizes": (2, 4), "threshold": 3, "max_num_seqs": 6}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("lanes", "drafts"), [(0, 0), (2, DRAFTS)])
 def test_every_replay_has_the_states_of_its_own_requests(
     checkpoint: Path, expected: list[list[int]], lanes: int, drafts: int, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_verify_steps(checkpoint: Path, expected: list[list[int]], lanes: int, t
 # -- launched ahead ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_steps_launched_before_the_last_one_is_read(checkpoint: Path) -> None:
     """The overlap loop's order: ids of pending tokens are resolved into a graph's inputs."""
     jobs = [Job(0, [n + 1] * (n + 1), SamplingParams(max_tokens=9, ignore_eos=True)) for n in range(5)]

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from attention import AttentionShape, LayersKVCache
-from model_runner import CheckpointError, ModelRunner
+from model_runner import CheckpointError, ModelRunner, check_tensor_parallel
 from model_runner.auto.cpu_dtype import _Sizes
-from model_runner.decoder.base import check_tensor_parallel
 from model_runner.drafting.network import load_draft
 from ubatch import ConfigError
 

@@ -16,8 +16,7 @@ from model_runner import ModelRunner, ScheduledRequest
 from model_runner.decoder import repeated
 from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig, tracing
-from ubatch.kernels.recording import Recording
-from ubatch.kernels.sums import runs_in_c
+from ubatch.kernels import Recording, runs_in_c
 
 pytestmark = needs_c
 
@@ -56,6 +55,7 @@ def repetitions(runner: ModelRunner) -> int:
 SIZES = [3, 3, 3, 3, 3, 2, 2, 2, 2, 1, 3, 2, 1, 1, 1, 1]
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(4)
 @pytest.mark.parametrize(
     ("family", "overrides", "dtype"),
@@ -91,6 +91,7 @@ def test_repeated_steps_are_the_same_to_the_bit(
         assert torch.equal(second, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "schedule"),
     [("Qwen3Moe", "mlp_shared_overlap"), ("Qwen2Moe", "two_batch_decode"), ("DeepseekV3", "two_batch_decode_qwen3")],

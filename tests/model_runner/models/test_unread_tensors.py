@@ -149,6 +149,7 @@ def test_a_tied_output_layer_may_be_stored(tmp_path: Path) -> None:
         read_model(Checkpoint(with_tensors(path, {"lm_head.weight": numbers(4, 48)})))
 
 
+@pytest.mark.long
 def test_scales_belong_to_what_is_read(tmp_path: Path) -> None:
     """Those of weights are read, those of activations are known, others are not."""
     (tmp_path / "fp8").mkdir()

@@ -40,7 +40,7 @@ def config_of(path: Path) -> DecoderConfig:
         return runner.config
 
 
-@pytest.mark.long
+@pytest.mark.wide
 @pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("family", [each for each in SPARSE if each in FAMILIES])
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -56,7 +56,6 @@ def test_any_placement_gives_the_same_logits(
 
 
 @pytest.mark.long
-@pytest.mark.wide_sample(1)
 @pytest.mark.parametrize("experts", ["reference", "grouped", "packed", pytest.param("native", marks=needs_c)])
 @pytest.mark.parametrize("overlap", [False, True], ids=["whole", "lanes"])
 def test_decode_steps_with_every_back_end(checkpoint: Callable[[str], Path], experts: str, overlap: bool) -> None:
@@ -163,6 +162,7 @@ def play_one(paths: dict[str, str], replica: int, idle: dict[int, Any]) -> dict[
     return play_all(replica, 1, paths, {"off": {}}, 1, idle)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("experts", [7, 3])
 def test_uneven_experts(tmp_path: Path, experts: int) -> None:
     arms = {

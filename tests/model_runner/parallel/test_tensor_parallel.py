@@ -73,10 +73,8 @@ from ubatch import (
     fingerprint,
     set_forward_context,
 )
-from ubatch.schedules.lane_program import LayerTimes, layer_program
+from ubatch.schedules import Compute, Launch, LayerTimes, Op, Pass, Wait, layer_program, search_schedules, simulate
 from ubatch.schedules.schedule import KNOWN_POINTS
-from ubatch.schedules.search import search_schedules
-from ubatch.schedules.simulator import Compute, Launch, Op, Pass, Wait, simulate
 from ubatch.schedules.vote import decode_offer, encode_offer
 
 pytestmark = pytest.mark.long
@@ -367,6 +365,7 @@ def astray(runner: ModelRunner) -> None:
     runner.model.compute_logits = compute_logits  # type: ignore[method-assign]
 
 
+@pytest.mark.wide
 def test_tokens_and_drafts_are_those_of_the_first_rank() -> None:
     with ModelRunner(TINY_MOE, kv_cache_memory=8 << 20, max_num_seqs=4) as alone:
         wanted = [list(output.token_ids) for output in generate(alone, PROMPTS[::2], GREEDY)]

@@ -37,8 +37,7 @@ from ubatch import (
     interleave,
     tracing,
 )
-from ubatch.schedules.lane_program import LayerTimes, layer_program
-from ubatch.schedules.simulator import Launch, Op, Pass, Wait, programs_of
+from ubatch.schedules import Launch, LayerTimes, Op, Pass, Wait, layer_program, programs_of
 from ubatch.trace.spans import SpanKind
 
 pytestmark = pytest.mark.ranks

@@ -15,8 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_runner import RequestError, SamplingParams, TokenIds
-from model_runner.sampling.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from model_runner import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, RequestError, SamplingParams, TokenIds
 from serving.engine.wire.messages import Add, Turn, decode_to_engine, decode_turn, encode
 from serving.requests import RequestInput
 

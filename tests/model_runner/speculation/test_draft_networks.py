@@ -44,8 +44,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
-from model_runner import ModelRunner, ScheduledRequest, TensorMissing, TensorsUnread
-from model_runner.decoder.base import CausalLM
+from model_runner import CausalLM, ModelRunner, ScheduledRequest, TensorMissing, TensorsUnread
 from model_runner.drafting import load_draft
 from model_runner.drafting.proposer import select_nodes
 from model_runner.settings import most_nodes
@@ -341,6 +340,7 @@ def test_the_target_drafts_trees_for_itself(tmp_path: Path) -> None:
     assert tree > 3.5  # the path of best tokens is not always among the most likely ones
 
 
+@pytest.mark.wide
 def test_trees_of_the_trained_head_accept_more_than_chains() -> None:
     text = AutoTokenizer.from_pretrained(TINY_MOE)(Path(__file__).read_text()).input_ids
     prompts = [text[start : start + 100] for start in range(0, 700, 100)]

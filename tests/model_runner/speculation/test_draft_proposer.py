@@ -30,11 +30,9 @@ from request_steps import admitted, counts, prefill, step, verify
 from transformers import AutoTokenizer
 
 from attention import CommonAttentionMetadata, UBatchAttention
-from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest
+from model_runner import Acceptance, Draft, ModelRunner, Request, RequestError, SamplingParams, ScheduledRequest
 from model_runner.drafting import DraftProposer, DraftSetting, load_draft
 from model_runner.drafting.network import DraftDraws, choose_drafts
-from model_runner.errors import RequestError
-from model_runner.speculation import Acceptance, Draft
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
 

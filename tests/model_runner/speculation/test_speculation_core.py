@@ -14,8 +14,7 @@ from speculating import p_value
 from torch import Tensor
 
 from attention import MODES, KVCacheSpec, MLACacheSpec, make_kv_cache
-from model_runner import Acceptance, Request, RequestError, SamplingParams, ScheduledRequest, sample
-from model_runner.sampling.rows import SamplingRow
+from model_runner import Acceptance, Request, RequestError, SamplingParams, SamplingRow, ScheduledRequest, sample
 from model_runner.sampling.sampler import distributions
 from model_runner.speculation import DraftRows, accepted_nodes, check_acceptance, sample_by_rejection
 from model_runner.step.batch import DraftTrees, chain_of_drafts, check_parents, path_to
@@ -193,6 +192,7 @@ def test_tokens_have_the_targets_distribution(params: str, known: bool) -> None:
     assert p_value(counts.flatten(), pairs.flatten()) > 1e-3
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("known", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("wrong", [with_the_wrong_rest, always_accepted])

@@ -179,6 +179,7 @@ def first_tokens(runner: ModelRunner, params: SamplingParams, q: Tensor, *, know
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("known", [True, False], ids=["drawn", "certain"])
 def test_a_runner_that_rejects_gives_the_targets_distribution(checkpoint: Path, known: bool) -> None:

@@ -11,8 +11,7 @@ from checkpoints import load_reference, make_checkpoint, reference_greedy, refer
 from model_checks import close
 from request_steps import admitted
 
-from model_runner import ModelRunner, SamplingParams, ScheduledRequest, generate
-from model_runner.pending_step import PendingStep
+from model_runner import ModelRunner, PendingStep, SamplingParams, ScheduledRequest, generate
 from ranks import run_ranks
 from ubatch import CommGroup, UBatchConfig
 

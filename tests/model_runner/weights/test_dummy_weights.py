@@ -85,6 +85,7 @@ def test_numbers_depend_on_name_place_and_seed_alone(lite: Path) -> None:
     assert not torch.equal(large[0], large[1])
 
 
+@pytest.mark.wide
 def test_logits_are_finite_at_any_depth(tmp_path: Path) -> None:
     folder = make_lite(tmp_path / "deep")
     (folder / "config.json").write_text(json.dumps({**LITE, "num_hidden_layers": 40}))

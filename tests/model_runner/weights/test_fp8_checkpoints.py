@@ -111,6 +111,7 @@ def test_every_number_of_fp8_is_itself() -> None:
         assert torch.equal(out.nan_to_num(), numbers.float().nan_to_num() * 3)
 
 
+@pytest.mark.long
 def test_ranks_load_their_own_only(tmp_path: Path) -> None:
     """Experts 4 to 7, and the second half of the heads and the dense MLP; blocks of 20 x 28 fit none of these."""
     path, _ = write_fp8(make_checkpoint(tmp_path / "plain", "DeepseekV3"), tmp_path, blockwise(20, 28))
@@ -154,6 +155,7 @@ class Peak(TorchDispatchMode):
         return result
 
 
+@pytest.mark.wide
 def test_memory_is_that_of_the_result_and_of_one_tensor(tmp_path: Path) -> None:
     kind = blockwise(128, 128)
     stored: dict[str, Tensor] = {}
@@ -181,6 +183,7 @@ def test_the_dtype_is_that_of_what_is_not_quantised(named: dict[str, str], tmp_p
     assert Checkpoint(one_weight(tmp_path, tensors, kind.config, **named)).stored_dtypes() == ("bfloat16",)
 
 
+@pytest.mark.long
 def test_a_layer_for_drafts_is_dequantised_too(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "DeepseekV3", num_hidden_layers=4)
     parts = {f"model.layers.3.{name}.weight": torch.rand(48) for name in ("enorm", "hnorm", "shared_head.norm")}
@@ -205,7 +208,7 @@ def test_scales_of_the_kv_cache_are_read_beside_those_of_weights(tmp_path: Path)
         assert runner.kv_cache.key_pool.scales == [0.25, 1.25, 2.25]
 
 
-@pytest.mark.long
+@pytest.mark.wide
 @pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Qwen3Next", marks=pytest.mark.slow), "MiMoV2Flash"])
 def test_served(family: str, tmp_path: Path) -> None:
     path, meant = write_fp8(make_checkpoint(tmp_path / "plain", family), tmp_path, blockwise(20, 28, scales=E8M0))

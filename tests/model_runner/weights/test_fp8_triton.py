@@ -132,6 +132,7 @@ def test_a_layer_with_an_expert_that_is_not_in_fp8_is_dequantised(tmp_path: Path
     assert dtypes(path) == {FP8, torch.float32}
 
 
+@pytest.mark.wide
 def test_random_weights_and_drafts_are_in_fp8_too(tmp_path: Path) -> None:
     """Of a model whose weights are not here, with one layer listed as not quantised."""
     path = make_checkpoint(tmp_path / "plain", "DeepseekV3", **DEEPSEEK)
@@ -198,6 +199,7 @@ PROJECTED_CASES = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("family", "sizes", "kept"), PROJECTED_CASES, ids=["Qwen3", "DeepSeek-V3"])
 def test_logits_of_projections_are_those_of_rounded_operands(
     family: str, sizes: dict[str, Any], kept: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture

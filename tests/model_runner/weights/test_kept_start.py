@@ -126,6 +126,7 @@ def test_what_was_made_for_anything_else_is_dropped(other: str, memory: int, tmp
     assert begun.attach({}) is None
 
 
+@pytest.mark.long
 def test_packed_layouts_of_onednn_are_not_kept(memory: int, caplog: pytest.LogCaptureFixture) -> None:
     own = logits(experts_backend="packed")
     with caplog.at_level(logging.INFO):

@@ -31,8 +31,7 @@ from moe.all2all.local import LocalAll2All
 from moe.all2all.registry import inheriting
 from moe.all2all.torch_dist.torch_dist import TorchDistAll2All
 from ranks import run_ranks
-from serving.options import SERVE, resolve_settings, to_engine_options
-from serving.options.sources import read_layers
+from serving.options import SERVE, read_layers, resolve_settings, to_engine_options
 from ubatch import CommGroup, ConfigError, Transfer, dbo_current_ubatch_id, dbo_enabled, dbo_yield, launch_all_gather
 
 
@@ -258,6 +257,7 @@ def _on_two_ranks(rank: int, ranks: int) -> None:
 # --------------------------------------------------------------------------------------------- one file is a back end
 
 
+@pytest.mark.long
 def test_one_file_adds_a_back_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its place, or by a name, through all that a server checks; and the suite takes it."""
     (tmp_path / "my_transport.py").write_text(

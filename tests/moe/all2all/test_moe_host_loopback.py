@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import FusedMoEModularKernel, make_experts
-from moe.all2all import host_loopback
-from moe.all2all.host_loopback import HostLoopbackAll2All
+from moe.all2all import HostLoopbackAll2All, host_loopback
 from moe.all2all.payload import pack_rows
 from ubatch import ConfigError, UBatchConfig, UBatchWrapper
 from ubatch.lanes.workers import LanePool

@@ -165,6 +165,7 @@ def test_a_plan_of_a_large_model_takes_milliseconds() -> None:
     assert min(times) < 0.15
 
 
+@pytest.mark.long
 @given(st.integers(1, 6), st.sampled_from([2, 4, 10]), st.integers(0, 999))
 def test_an_assignment_has_the_greatest_benefit(n: int, most: int, seed: int) -> None:
     benefit = np.random.default_rng(seed).integers(0, most, (8, n, n)).astype(float)

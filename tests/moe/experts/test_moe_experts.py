@@ -291,6 +291,7 @@ def test_a_missing_or_old_flashinfer_is_named(monkeypatch: pytest.MonkeyPatch) -
         find_fused_moe()
 
 
+@pytest.mark.long
 def test_our_call_binds_to_the_installed_function(stand_in: list[dict[str, Any]]) -> None:
     """And its defaults are those that the stand-in was written for."""
     pytest.importorskip(

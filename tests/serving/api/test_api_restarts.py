@@ -78,6 +78,7 @@ def test_health_says_why_and_for_how_long(expected_s: float, ago_s: float, left_
     assert answer.headers["retry-after"] == str(left_s)
 
 
+@pytest.mark.long
 def test_live_needs_no_key_and_is_described() -> None:
     app = app_of(FakeEngine(), api_key="secret")
     assert call(app, "GET", "/live").status_code == 200

@@ -85,6 +85,7 @@ def test_headers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyP
     serve(scenario)
 
 
+@pytest.mark.wide
 def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_S", 1.0)
     head, body = POST + b"Connection: close\r\n", BODY
@@ -102,6 +103,7 @@ def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPa
     serve(scenario)
 
 
+@pytest.mark.wide
 def test_a_body_that_drips_has_a_total_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_S", 1.0)
     monkeypatch.setattr(connections, "WHOLE_BODY_S", 2.0)

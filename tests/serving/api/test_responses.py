@@ -355,6 +355,7 @@ def app() -> Any:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("row", ROW_BODIES)
 def test_the_table_is_true(row: str) -> None:

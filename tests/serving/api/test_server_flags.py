@@ -41,6 +41,7 @@ def test_so_many_likeliest_tokens_are_told_and_no_more(most: int, path: str, nam
     assert (error["param"], error["message"]) == (name, message)
 
 
+@pytest.mark.long
 def test_the_schema_has_the_limit() -> None:
     app = app_of(FakeEngine(), described=True, max_logprobs=7)
     schemas = call(app, "GET", "/openapi.json").json()["components"]["schemas"]
@@ -132,6 +133,7 @@ def test_requests_without_a_seed_get_theirs_from_the_servers() -> None:
 # -- HTTP --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_proxys_path_in_front() -> None:
     app = app_of(FakeEngine(), root_path="/models/a", api_key="hush")
     assert call(app, "GET", "/models/a/health").status_code == 200  # needs no key
@@ -142,6 +144,7 @@ def test_a_proxys_path_in_front() -> None:
     assert call(app, "GET", "/openapi.json").json()["servers"] == [{"url": "/models/a"}]
 
 
+@pytest.mark.long
 def test_the_description_can_be_left_out() -> None:
     for describes, status in ((True, 200), (False, 404)):
         app = app_of(FakeEngine(), described=True, describes=describes)

@@ -25,8 +25,7 @@ from serving.balance.balancer import MoveReason
 from serving.engine import EngineClient
 from serving.engine.options import RestartLimits
 from serving.requests import RequestInput
-from ubatch import SCHEDULES, CommGroup, UBatchConfig, tracing
-from ubatch.trace.spans import SpanKind, Trace
+from ubatch import SCHEDULES, CommGroup, SpanKind, Trace, UBatchConfig, tracing
 
 pytestmark = pytest.mark.ranks
 
@@ -161,6 +160,7 @@ def traced(rank: int, _: int, lanes: bool) -> tuple[Trace, set[str]]:
         return trace, set(core.statistics().steps)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("lanes", [True, False], ids=["lanes", "unsplit"])
 def test_experts_are_sent_in_the_gaps_of_steps(lanes: bool) -> None:
     for trace, steps in run_ranks(traced, 2, lanes):
@@ -208,6 +208,7 @@ async def move_while_they_run(client: EngineClient) -> None:
     assert await all_tokens(client, "c") == first
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("config", "reason"),
     [({"step_interval": 40}, MoveReason.INTERVAL), ({"window_size": 60, "balancedness_fall": 0.01}, MoveReason.FALLEN)],

@@ -110,6 +110,7 @@ def test_a_node_talks_to_no_stranger_that_took_node_0s_place() -> None:
     context.term()
 
 
+@pytest.mark.long
 async def test_what_is_recorded_cannot_be_played_again() -> None:
     """A stranger in the middle hands on what node 1 sends, and then sends the same bytes anew."""
     recorded = bytearray()
@@ -165,6 +166,7 @@ async def test_of_a_message_that_node_0_would_not_take_the_longest_request_is_re
     assert "takes 600 from another machine: ask for fewer log-probabilities" in refused.text
 
 
+@pytest.mark.long
 async def test_a_longer_message_than_node_0_takes_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.engine.wire.link.MOST_BYTES", 4096)
     async with guarded(KEYS) as (router, address):
@@ -185,6 +187,7 @@ async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> N
         writer.close()
 
 
+@pytest.mark.long
 async def test_without_its_authenticator_node_0_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncioAuthenticator, "start", lambda self: None)
     async with guarded(KEYS) as (router, address):

@@ -28,8 +28,7 @@ from serving.engine import EngineOptions
 from serving.engine.rank.build import make_core, make_runner, warm_up
 from serving.engine.rank.process import run_engine
 from serving.engine.wire.rendezvous import Place
-from serving.options import SERVE, resolve_settings, to_engine_options
-from serving.options.sources import read_layers
+from serving.options import SERVE, read_layers, resolve_settings, to_engine_options
 from serving.requests import RequestInput
 from ubatch import CommGroup
 

@@ -16,8 +16,7 @@ from engine_mains import tiny, tokens_of
 
 from attention import KVCacheExhausted
 from model_runner import CheckpointError, FinishReason, RequestError, SamplingParams, TensorMissing, TokenLogprobs
-from serving.engine import EngineOptions
-from serving.engine.client import EngineClient
+from serving.engine import EngineClient, EngineOptions
 from serving.engine.kept import InStep
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire import messages as wire

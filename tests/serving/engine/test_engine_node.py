@@ -128,6 +128,7 @@ def test_a_run_that_failed_elsewhere_has_not_ended_well_here(caplog: pytest.LogC
     assert [each.startswith("run failed") for each in caplog.messages] == [True, False, True]
 
 
+@pytest.mark.wide
 async def test_the_death_of_a_rank_of_node_0_is_a_failure_of_every_node() -> None:
     async with two_nodes() as (client, node):
         os.kill(client.pids[0] or 0, signal.SIGKILL)

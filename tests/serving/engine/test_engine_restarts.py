@@ -101,6 +101,7 @@ async def test_new_requests_wait_for_engines_and_those_that_wait_too_long_are_to
         assert client.resumed == 0
 
 
+@pytest.mark.wide
 async def test_one_failure_too_many_ends_the_run_as_without_restarts() -> None:
     async with started(restarting(1, ranks=2)) as client:
         running = asyncio.create_task(one_after_the_other(client))
@@ -126,6 +127,7 @@ async def test_engines_may_be_closed_while_they_are_started_again() -> None:
         assert not any(is_alive(pid) for pid in client.pids.values() if pid is not None)
 
 
+@pytest.mark.wide
 async def test_a_stopped_engine_is_replaced() -> None:
     async with started(restarting(20, dbo=UBatchConfig(dbo_decode_token_threshold=4, timeout_s=2))) as client:
         undisturbed = await all_outputs(client, "before")

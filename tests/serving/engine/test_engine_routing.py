@@ -119,6 +119,7 @@ def test_a_conversation_stays_where_its_pages_are(num_ranks: int, system: int) -
     assert len(served) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("system", [0, 200])
 @pytest.mark.parametrize("together", [True, False])
 def test_the_load_of_many_conversations_is_even(together: bool, system: int) -> None:
@@ -231,7 +232,7 @@ async def test_a_failure_comes_after_what_was_there_before() -> None:
         await stream.get()
 
 
-@pytest.mark.long
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_a_conversation_finds_its_prompts_cached(ranks: int) -> None:

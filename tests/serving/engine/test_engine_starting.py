@@ -24,10 +24,9 @@ from forked import own_server
 from repository import MODELS
 
 from ranks import free_port
-from serving.engine import EngineClient, EngineOptions, node, run_node
+from serving.engine import EngineClient, EngineCore, EngineOptions, node, run_node
 from serving.engine.node import _await_node_0
 from serving.engine.rank import process
-from serving.engine.rank.core import EngineCore
 from serving.engine.speculation import Algorithm, SpeculationConfig
 from serving.engine.wire.rendezvous import Run
 from serving.network import admit_no_more
@@ -155,6 +154,7 @@ def test_a_node_0_that_is_never_started_is_given_up(monkeypatch: pytest.MonkeyPa
         run_node(node_1(free_port()))
 
 
+@pytest.mark.long
 def test_a_node_that_is_ended_while_it_waits_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     port = free_port()

@@ -39,6 +39,7 @@ def overlapping_core(group: CommGroup | None = None) -> Iterator[EngineCore]:
         yield core
 
 
+@pytest.mark.long
 def test_what_the_scheduler_has_planned_enters_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Step] = []
     entered: list[Any] = []
@@ -89,6 +90,7 @@ def calls_of_a_step(group: CommGroup | None = None) -> Counter[str]:
     return min(found, key=Counter.total)
 
 
+@pytest.mark.long
 @needs_c
 def test_a_decode_step_in_lanes_calls_little_python() -> None:
     calls = calls_of_a_step()

@@ -15,8 +15,7 @@ from fake_runner import VOCAB, FakeRunner, be_optimistic, expected
 from grammars import Rule, RuleMasks
 
 from model_runner import RequestError, SamplingParams, Step, TokenGrammar
-from serving.engine import EngineOptions
-from serving.engine.rank.core import EngineCore
+from serving.engine import EngineCore, EngineOptions
 from serving.engine.rank.lockstep import FollowerLink, LeaderLink, OutOfStep, join_turns
 from serving.engine.rank.process import Engine
 from serving.engine.wire import messages as wire

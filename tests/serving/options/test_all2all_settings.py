@@ -29,10 +29,8 @@ from serving.options.sources import Source, read_file, read_keywords, read_layer
 from serving.workbench.arms.stages import ArmSteps, LayerStages, NoStageTimes
 from serving.workbench.bench.runtime.schedules import Options, _search
 from serving.workbench.bench.step_setting import StepSetting
-from ubatch import CommGroup, ConfigError, ForwardMode, UBatchConfig
+from ubatch import CommGroup, ConfigError, ForwardMode, ModeSettings, UBatchConfig, get_schedule
 from ubatch.schedules.lane_program import LayerTimes
-from ubatch.schedules.modes import ModeSettings
-from ubatch.schedules.schedule import get_schedule
 
 TINY = str(TINY_MOE)
 EP = ("--data-parallel-size", "2", "--enable-expert-parallel")
@@ -214,6 +212,7 @@ def runner_over(all2all: Any) -> ModelRunner:
     return cast(ModelRunner, SimpleNamespace(**runner, tensor_parallel_size=1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "tokens", "cuts"), [(DECODE, 100, None), (VERIFY, 1000, None), (DECODE, 4096, False), (PREFILL, 64, False)]
 )

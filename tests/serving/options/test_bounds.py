@@ -109,6 +109,7 @@ FILES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_refused_in_one_short_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,7 @@ def test_other_commands_do_the_same(cache: Path, read: Callable[..., Any]) -> No
     assert folder.name == OLD
 
 
+@pytest.mark.long
 def test_llm_takes_names(cache: Path) -> None:
     with LLM(NAME, revision="v1", device="cpu", kv_cache_memory="4M", max_num_seqs=1) as llm:
         assert llm.options.model.name == OLD

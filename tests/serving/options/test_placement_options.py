@@ -17,10 +17,8 @@ from serving.cli import main
 from serving.engine import EngineOptions
 from serving.engine.wire.agreement import describe_shape, require_same_shape
 from serving.offline.opening import resolve_options
-from serving.options import notes, read_serve_command, resolve_keywords, to_engine_options
-from serving.options.flags.tables import SERVE
+from serving.options import SERVE, notes, read_layers, read_serve_command, resolve_keywords, to_engine_options
 from serving.options.resolve import resolve_settings
-from serving.options.sources import read_layers
 from ubatch import ConfigError
 
 EP = {"data_parallel_size": 2, "enable_expert_parallel": True, "log_level": "warning"}

@@ -147,6 +147,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.wide
 def test_a_changed_default_is_seen_everywhere() -> None:
     code = CODE.format(changed=json.dumps(CHANGED), model=str(TINY_MOE))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

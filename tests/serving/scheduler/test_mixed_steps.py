@@ -8,13 +8,11 @@ from fake_runner import Loop, make_loop, prompt_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from model_runner import Step
-from model_runner.step.dp import make_offer
+from model_runner import Step, make_offer
 from serving.scheduler.mixed_steps import MeasuredLimit, MixedSteps
 from serving.scheduler.request import shares_of
 from tests.support.shaped_steps import shaped_step
-from ubatch import Decision, ForwardMode, UBatchConfig
-from ubatch.schedules.vote import decide
+from ubatch import Decision, ForwardMode, UBatchConfig, decide
 
 pytestmark = pytest.mark.long
 
@@ -145,6 +143,7 @@ def test_ranks_come_to_the_same_limit_whatever_their_clocks_say(lag: int) -> Non
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @settings(max_examples=20, deadline=None, phases=(Phase.generate,))
 @given(
     alone_us=st.integers(500, 50_000), fixed=st.floats(0, 0.8), token_us=st.floats(0.1, 300), overlapped=st.booleans()

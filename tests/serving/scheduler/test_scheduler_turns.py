@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runner import SamplingParams
-from serving.scheduler import SchedulingPolicy, TrackedRequest
-from serving.scheduler.kv_manager import KVManager
+from serving.scheduler import KVManager, SchedulingPolicy, TrackedRequest
 from serving.scheduler.waiting import WaitingQueue
 
 pytestmark = pytest.mark.long

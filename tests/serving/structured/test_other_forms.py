@@ -39,6 +39,7 @@ def test_classes_take_what_python_takes(regex: str) -> None:
     assert all(re.fullmatch(regex, sign) for sign in taken)
 
 
+@pytest.mark.long
 @pytest.mark.wide_sample(4)
 @pytest.mark.parametrize("regex", SAME)
 @given(text=st.text(alphabet=SIGNS, max_size=4))

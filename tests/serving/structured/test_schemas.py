@@ -14,7 +14,8 @@ import pytest
 from json_documents import Documents, is_bounded, is_valid, texts_of
 from llguidance import LLMatcher, LLTokenizer
 from repository import TINY_CHAT
-from schema_features import FEATURES, TOOLS
+from schema_features import FEATURES
+from schema_tools import TOOLS
 
 from model_runner import SamplingParams
 from serving import LLM

@@ -411,6 +411,7 @@ def test_marks_that_are_special_tokens_are_no_content() -> None:
         assert put_together(deltas(row, pieces, streamed=True))[0] == "abc"
 
 
+@pytest.mark.long
 def test_long_outputs_take_time_that_grows_with_their_length() -> None:
     """No reader looks again at what it has read, whatever a model is made to write."""
     begun = '<tool_call>{"name": "now", "arguments": {"a": "'

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_runner import FinishReason, GenerationOutput, RandomQwen3Moe, make_random_checkpoint
-from model_runner.step.logprobs import TokenLogprobs
+from model_runner import FinishReason, GenerationOutput, RandomQwen3Moe, TokenLogprobs, make_random_checkpoint
 from moe import ExpertPlacement, SoftmaxTopKRouter
 from serving.cli import main
 from serving.workbench.arms.stages import with_loads

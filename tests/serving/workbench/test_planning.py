@@ -24,9 +24,8 @@ from serving.workbench.planning.constants import GemmKernel, Mode, ModelShape, W
 from serving.workbench.planning.costs import KernelTimes, LayerCosts, Transfers, expected_destinations, interpolated
 from serving.workbench.planning.plan import lane_program, plain_step, predict_step
 from ubatch.errors import ConfigError
-from ubatch.schedules.lane_program import layer_program
+from ubatch.schedules import Compute, layer_program
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule, SharedExpert
-from ubatch.schedules.simulator import Compute
 
 CONSTANTS = load_constants()
 MEASURED = yaml.safe_load(resources.files(planning).joinpath("constants.yaml").read_text(encoding="utf-8"))

@@ -34,9 +34,8 @@ from serving.workbench.planning.measured import gates_of_results, live_gates, ov
 from serving.workbench.planning.plan import make_plan, predict_step
 from serving.workbench.planning.simulate import skews_of_files
 from ubatch.errors import ConfigError
-from ubatch.schedules import simulator
+from ubatch.schedules import Compute, Launch, Op, Pass, Wait, simulator
 from ubatch.schedules.schedule import SCHEDULES, SERIAL, Schedule
-from ubatch.schedules.simulator import Compute, Launch, Op, Pass, Wait
 
 pytestmark = pytest.mark.long
 
@@ -206,6 +205,7 @@ def test_live_comparison_runs_on_two_ranks(tmp_path: Path) -> None:
     assert found[1].predicted > found[0].predicted
 
 
+@pytest.mark.wide
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("hardware", "mode", "ep", "tokens"),
@@ -292,6 +292,7 @@ def test_figures_beyond_the_tables_are_said_to_be(capsys: pytest.CaptureFixture[
     assert "not published for so many ranks" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_missed_gate_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,18 +6,10 @@ import pytest
 
 from serving.workbench.tracing.diagnosis import diagnose
 from serving.workbench.tracing.inside import Finding, FindingKind
-from serving.workbench.tracing.steps import (
-    StepRecord,
-    between_steps,
-    compare,
-    group_steps,
-    read_steps,
-    size_class,
-)
-from ubatch import DeclineReason, Span, SpanKind, TraceSummary
+from serving.workbench.tracing.steps import StepRecord, between_steps, compare, group_steps, read_steps, size_class
+from ubatch import DeclineReason, Span, SpanKind, StepNote, TraceSummary
 from ubatch.trace.export import Clock
 from ubatch.trace.file import RankTrace
-from ubatch.trace.spans import StepNote
 
 MS = 1e-3
 BELOW = "below_decode_threshold"

@@ -20,9 +20,8 @@ from serving.workbench.arms.stages import LayerStages, StageModel, best_schedule
 from serving.workbench.tuning.measure import State, load_state, save_state
 from serving.workbench.tuning.report import Result, can_draw_png, make_result, write_html, write_png
 from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
-from ubatch.schedules.lane_program import LayerTimes, layer_program
+from ubatch.schedules import Compute, Launch, LayerTimes, Op, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS, Point
-from ubatch.schedules.simulator import Compute, Launch, Op
 
 TINY = str(TINY_MOE)
 GRID = Grid(("decode", "prefill"), 256, 1024, 64, 128, 3)
@@ -239,6 +238,7 @@ def test_stage_times_come_back_from_a_program() -> None:
         layer_times([])
 
 
+@pytest.mark.long
 def test_stage_times_of_other_numbers_of_lanes() -> None:
     from moe import All2AllTraits
 

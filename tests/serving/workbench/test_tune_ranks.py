@@ -55,6 +55,7 @@ def wait_for_a_cell(out: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.wide
 def test_two_machines_measure_together_and_the_first_one_writes(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert on_two_machines(out, "--rounds", "2", "--search-best", "0") == (0, 0)
     UBatchConfig.from_yaml(out)

@@ -14,8 +14,7 @@ from serving.workbench.arms.programs import (
     write_steps,
 )
 from serving.workbench.arms.stages import slowest_layer_times
-from ubatch import CommGroup, Transfer
-from ubatch.schedules.schedule import get_schedule
+from ubatch import CommGroup, Transfer, get_schedule
 from ubatch.schedules.simulator import Compute, Launch, Op, Pass, Wait
 from ubatch.trace.spans import Event, EventKind, SpanKind, current_trace
 from ubatch.trace.spans import traced_step as one_step

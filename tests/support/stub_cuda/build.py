@@ -12,8 +12,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["COUNTS", "FIGURES", "ROOT", "WrongPython", "build", "environment", "headers"]
-
 CODE = Path(__file__).resolve().parent / "cuda"
 ROOT = CODE.parents[3]
 BUILT = ROOT / ".cache" / "stub-cuda"

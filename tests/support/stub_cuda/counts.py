@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["DIFFERENT", "compare_launches", "counted", "counts", "is_loaded", "launches", "of", "summary"]
-
 LAUNCHED = ("kernel", "triton", "cublas", "nccl ", "memcpy", "memset", "graph launch")
 KINDS = (
     *LAUNCHED,

@@ -26,8 +26,6 @@ from stub_cuda.build import COUNTS
 from stub_cuda.counts import compare_launches, counts, summary
 from torch import Tensor
 
-__all__ = ["LEFT_OUT", "UNTIL_NUMBERS", "mute"]
-
 _SLEEPS = "needs a device that is busy for a while"
 _NUMBERS = "reads numbers that a kernel wrote, and asserts them at once"
 _COUNTS = "its experts or its transport count rows by what a kernel wrote, and allocate so many"

@@ -75,6 +75,7 @@ def test_two_that_start_together(cache: Path) -> None:
     assert c_jit._is_whole(path)
 
 
+@pytest.mark.long
 @needs_c
 def test_its_threads_are_torchs(new_cache: Path) -> None:
     assert c_jit.why_not_c() is None

@@ -84,6 +84,7 @@ def launch_of(*types: Any, **kernel: Any) -> quick_launch.Launch:
     return quick_launch.direct_launch(kernel_of(types, **kernel))
 
 
+@pytest.mark.long
 def test_the_driver_gets_the_grid_and_the_parameters(driver: Driver) -> None:
     types = ("*bf16", "constexpr", "*fp32", "i32", "i64", "u64", "fp32", "constexpr", "i1", "*i8")
     address = 2**63 + 32
@@ -190,6 +191,7 @@ def test_a_map_that_lies_elsewhere_is_for_triton(driver: Driver, monkeypatch: py
     assert not any(driver.shape)
 
 
+@pytest.mark.long
 def test_maps_of_memory_that_is_long_gone_are_dropped(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 

@@ -137,6 +137,7 @@ def test_a_lane_is_free_from_a_call_on_that_takes_long_and_where_it_forks(pool: 
     assert [len(cores) for cores in cores_in_lanes(pool)] == [1, 1, 1]
 
 
+@pytest.mark.long
 def test_a_lane_that_hangs_is_freed_and_new_lanes_are_free_at_first(pool: LanePool, all_cores: set[int]) -> None:
     ended = threading.Event()
     threads: list[int] = []

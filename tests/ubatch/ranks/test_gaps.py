@@ -17,6 +17,7 @@ def arriving(name: str = "late", **how: bool) -> Transfer[int]:
     return transfer
 
 
+@pytest.mark.long
 def test_a_wait_does_the_work_once_if_it_really_waits() -> None:
     done: list[int] = []
     assert arriving().wait() == 5

@@ -102,6 +102,7 @@ def test_a_lane_that_strays(rank: int, group: CommGroup) -> None:
     torch.testing.assert_close(wrapper(x), 4 * x)
 
 
+@pytest.mark.wide
 @on_ranks(2, timeout_s=2.0)
 def test_a_lane_that_launches_nothing(rank: int, group: CommGroup) -> None:
     """Rank 1's lane 0 launches nothing: the other rank waits for it, and then says why."""

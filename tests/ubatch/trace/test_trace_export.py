@@ -73,6 +73,7 @@ def test_summary_without_communication_hides_all_there_was() -> None:
     assert (summarise([]), summarise(OVERLAPPED[:1]).hidden_fraction) == (TraceSummary(0, 0, 0, 0, 0), 1.0)
 
 
+@pytest.mark.long
 @given(spans_in_ticks)
 def test_summary_equals_a_count_of_moments(spans: list[Span]) -> None:
     waiting, on_link = moments(spans, WAIT), moments(spans, TRANSFER)
@@ -96,6 +97,7 @@ def test_interval_sets(first: list[tuple[float, float]], second: list[tuple[floa
         assert all(left[1] <= right[0] for left, right in itertools.pairwise(result)), "sorted and disjoint"
 
 
+@pytest.mark.long
 @given(spans_in_ticks)
 def test_packed_transfers_do_not_overlap_in_a_row(spans: list[Span]) -> None:
     rows = pack(spans)
@@ -142,6 +144,7 @@ def test_chrome_rows_and_times() -> None:
     }
 
 
+@pytest.mark.long
 @given(spans_in_ticks)
 def test_chrome_events_of_a_lane_nest(spans: list[Span]) -> None:
     """Chrome draws a row wrongly where two events overlap without one containing the other."""

@@ -369,6 +369,7 @@ def test_recorders_are_refused(traced: UBatchWrapper, way: str, gradients: bool)
     assert traced.statistics().engaged == 1
 
 
+@pytest.mark.wide
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("parent", [False, True])
 def test_compiled_it_is_right(traced: UBatchWrapper, parent: bool) -> None:

@@ -315,6 +315,7 @@ def test_errors_can_be_pickled() -> None:
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
+@pytest.mark.long
 def test_hang_checks_can_be_suspended(model: Model) -> None:
     def slow(x: Tensor) -> Tensor:
         threading.Event().wait(0.3)

@@ -40,6 +40,7 @@ def works(wrapper: UBatchWrapper) -> None:
     assert wrapper.statistics().engaged >= engaged + 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [4, 1])
 @pytest.mark.parametrize("settings", [{}, {"schedule": "single_batch"}])
 def test_another_thread_forks_during_a_call(rows: int, settings: dict[str, str]) -> None:
