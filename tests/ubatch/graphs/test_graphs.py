@@ -46,9 +46,8 @@ def test_a_replay_is_the_eager_call(lanes: int, schedule: str, device: str) -> N
     with graphed(device=device, schedule=schedule, **settings) as case:
         captured = case.wrapper.capture(case.x(6), residual=case.x(6))
         tokens, name = ((6,), "plain") if lanes == 1 else ((6 // lanes,) * lanes, schedule)
-        assert captured.key == GraphKey(tokens, name, PREFILL)
-        assert captured.key.overlapped == (lanes > 1)
-        assert captured.key.num_tokens == 6
+        key = captured.key
+        assert (key, key.overlapped, key.num_tokens) == (GraphKey(tokens, name, PREFILL), lanes > 1, 6)
         assert captured.nbytes > 0
         assert captured.seconds > 0
         assert dict(case.wrapper.graphs) == {captured.key: captured}
@@ -141,8 +140,7 @@ def test_a_thousand_replays_with_changing_metadata_take_no_memory(device: str) -
                     assert torch.equal(result, case.eager(x))
             del x, result
             assert memory(device) <= before
-        assert case.wrapper.statistics().graph_replays == 1001
-        assert misses(case.wrapper) == {}
+        assert (case.wrapper.statistics().graph_replays, misses(case.wrapper)) == (1001, {})
 
 
 def test_static_inputs_are_shared_by_all_sizes() -> None:
@@ -246,13 +244,7 @@ def test_what_is_frozen_in_a_graph_must_be_as_it_was() -> None:
         missed(differ, "tensor argument 'residual' is missing", x, double=True)
         missed(differ, "argument 'residual' is torch.float64 [4, 8]", x, residual=residual.double(), double=True)
         missed(differ, "argument 'residual' is torch.float32 [4, 1]", x, residual=residual[:, :1], double=True)
-        missed(
-            GraphMiss.NO_GRAPH,
-            "nothing was captured for 2 tokens, prefill",
-            case.x(2),
-            residual=residual[:2],
-            double=True,
-        )
+        missed(GraphMiss.NO_GRAPH, "nothing was captured for 2 tokens, prefill", case.x(2), residual[:2], True)
         with torch.autocast("cpu", torch.bfloat16):
             missed(GraphMiss.STATE_DIFFERS, "autocast is (True, torch.bfloat16)", x, residual=residual, double=True)
         wrapper.train()

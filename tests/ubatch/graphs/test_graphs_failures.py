@@ -182,12 +182,9 @@ def test_a_failure_in_the_middle_keeps_what_was_captured_before() -> None:
     module = Breaking(read_on_the_host, lane=0)
     module.armed = False
 
-    def arm(graph: object) -> None:
-        module.armed = True
-
     with graphed(module, enable_dbo=False, cudagraph_capture_sizes=(8, 4)) as case:
         with pytest.raises(CaptureFailed, match="capturing a graph of 4 tokens"):
-            case.wrapper.capture_sizes(case.x(8), progress=arm)
+            case.wrapper.capture_sizes(case.x(8), progress=lambda graph: setattr(module, "armed", True))
         x = case.x(3)
         torch.testing.assert_close(case.wrapper(x), case.eager(x))
         assert case.wrapper.statistics().graph_replays == 1

@@ -80,25 +80,15 @@ def replaying(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_ranks_replay_the_same_size_or_none() -> None:
     first, second = run_ranks(replaying, 2)
-    assert first["captured"] == second["captured"] == [(4, 4), (8,), (2, 2), (4,)]
-    for what, expected in (
-        ("equal", (1, 1, None)),
-        ("overlapped", (1, 1, None)),
-        ("captured by hand, not by size", (1, 0, None)),
-    ):
-        assert first[what] == second[what] == expected, what
-    assert first["the larger one decides"] == second["the larger one decides"] == (1, 0, None)
-    assert first["idle"] == second["idle"] == (1, 1, None)
-    assert first["too many for one"] == (0, 0, "larger_than_largest")
-    assert second["too many for one"] == (0, 0, "peer_has_none")
-    assert first["too many for both"] == second["too many for both"] == (0, 1, "larger_than_largest")
-    assert first["another mode for one"] == (0, 0, "peer_has_none")
-    assert second["another mode for one"] == (0, 0, "no_graph")
-    assert first["another graph for each"] == second["another graph for each"] == (0, 0, "peer_has_none")
-    assert first["decode graphs replayed"] == second["decode graphs replayed"] == 1
-    assert first["idle with another mode"] == second["idle with another mode"] == (1, 0, None)
-    assert all(
-        "the ranks would capture different graphs; this one [(8, 'prefill'" in each["refused"]
-        for each in (first, second)
-    )
-    assert first["threads"] == second["threads"] == 1
+    whole = ("the larger one decides", "idle with another mode", "captured by hand, not by size")
+    both = {
+        "captured": [(4, 4), (8,), (2, 2), (4,)],
+        **dict.fromkeys(("equal", "overlapped", "idle"), (1, 1, None)),
+        **dict.fromkeys(whole, (1, 0, None)),
+        "too many for both": (0, 1, "larger_than_largest"),
+        "another graph for each": (0, 0, "peer_has_none"),
+        **dict.fromkeys(("decode graphs replayed", "threads"), 1),
+    }
+    for seen, size, mode in ((first, "larger_than_largest", "peer_has_none"), (second, "peer_has_none", "no_graph")):
+        assert "the ranks would capture different graphs; this one [(8, 'prefill'" in seen.pop("refused")
+        assert seen == {**both, "too many for one": (0, 0, size), "another mode for one": (0, 0, mode)}

@@ -53,8 +53,7 @@ class Embedding(nn.Module):
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes_are_captured_largest_first_overlapped_and_plain(device: str) -> None:
     seen: list[ubatch.CapturedGraph] = []
-    settings: dict[str, Any] = {"cudagraph_capture_sizes": SIZES, "dbo_prefill_token_threshold": 8}
-    with graphed(device=device, **settings) as case:
+    with graphed(device=device, cudagraph_capture_sizes=SIZES, dbo_prefill_token_threshold=8) as case:
         captured = case.wrapper.capture_sizes(case.x(20), progress=seen.append)
         assert seen == captured == list(case.wrapper.graphs.values())
         assert [(graph.key.tokens, graph.key.schedule) for graph in captured] == [
@@ -150,8 +149,7 @@ def test_outputs_are_cut_where_their_rows_are() -> None:
 def test_what_cannot_be_cut_to_fewer_rows_is_refused(
     function: Callable[[Tensor], Any], why: str, dims: dict[str, int | None]
 ) -> None:
-    settings: dict[str, Any] = {"cudagraph_capture_sizes": (8,), "enable_dbo": False, "output_dims": dims}
-    with graphed(Embedding(function), **settings) as case:
+    with graphed(Embedding(function), cudagraph_capture_sizes=(8,), enable_dbo=False, output_dims=dims) as case:
         with pytest.raises(ConfigError, match=why):
             case.wrapper.capture_sizes(torch.randint(16, (4, 2)))
         assert not case.wrapper.graphs
@@ -265,10 +263,6 @@ def test_new_values_in_the_same_memory_are_seen(change: Callable[[UBatchWrapper]
         assert case.wrapper.statistics().graph_replays == 1
 
 
-def set_factor(wrapper: UBatchWrapper) -> None:
-    wrapper.factor = 0.25
-
-
 def delete_attribute(wrapper: UBatchWrapper) -> None:
     wrapper.extra = 1
     del wrapper.extra
@@ -279,19 +273,11 @@ def delete_attribute(wrapper: UBatchWrapper) -> None:
     [
         (lambda wrapper: wrapper.double(), "double"),
         (lambda wrapper: wrapper.to(torch.float64), "to"),
-        (
-            lambda wrapper: wrapper.load_state_dict(
-                {name: t.clone() for name, t in wrapper.state_dict().items()}, assign=True
-            ),
-            "load_state_dict",
-        ),
-        (set_factor, "attribute 'factor' was set"),
+        (lambda wrapper: wrapper.load_state_dict(copy.deepcopy(wrapper.state_dict()), assign=True), "load_state_dict"),
+        (lambda wrapper: setattr(wrapper, "factor", 0.25), "attribute 'factor' was set"),
         (delete_attribute, "attribute 'extra' was set"),
         (lambda wrapper: wrapper.register_buffer("more", torch.zeros(1)), "register_buffer"),
-        (
-            lambda wrapper: wrapper.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
-            "register_forward_pre_hook",
-        ),
+        (lambda wrapper: wrapper.register_forward_pre_hook(lambda m, x: (x[0] * 2,)), "register_forward_pre_hook"),
     ],
 )
 def test_new_addresses_and_new_code_drop_the_graphs(

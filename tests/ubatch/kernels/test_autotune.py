@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from fastest_cases import FakeTimer, ToldTimes, told
-from lanes import run
+from lanes import lane_pool, run
 
 from ubatch import ConfigError
 from ubatch.kernels import autotuner, candidates
 from ubatch.kernels.autotuner import Autotuner, CudaTimer, autotune, autotune_path
 from ubatch.lanes.context import current_lane
-from ubatch.lanes.workers import LanePool
 
 CPU = torch.device("cpu")
 
@@ -68,10 +67,8 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_fastest_that_works_is_remembered_and_written(path: Path) -> None:
     timer = Process(path=path)
-    assert timer.choose() == FAST
-    assert timer.timed == 2  # the one that fails is skipped
-    assert timer.choose() == FAST
-    assert timer.timed == 2
+    assert (timer.choose(), timer.timed) == (FAST, 2)  # the one that fails is skipped
+    assert (timer.choose(), timer.timed) == (FAST, 2)
     assert json.loads(path.read_text()) == {"GPU A": {"k": {"rows": 32, "flatten": True}}}
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing half-written is left
 
@@ -173,8 +170,7 @@ def test_all_are_compiled_before_one_is_timed(path: Path) -> None:
             raise RuntimeError("does not compile")
 
     chosen = timer.tuner.choose("k", (SLOW, BROKEN, FAST), timer.run, device=CPU, prepare=prepare)
-    assert chosen == FAST
-    assert set(prepared) == {SLOW, BROKEN, FAST}
+    assert (chosen, set(prepared)) == (FAST, {SLOW, BROKEN, FAST})
     second = Process(path=path)
     second.tuner.choose("k", (SLOW, BROKEN, FAST), second.run, device=CPU, prepare=prepare)
     assert len(prepared) == 3
@@ -222,8 +218,7 @@ def test_a_file_that_cannot_be_written_is_told_of(
     with caplog.at_level(logging.WARNING):
         assert timer.choose() == FAST
     assert "choices of autotuning are not kept" in caplog.text
-    assert timer.choose() == FAST
-    assert timer.timed == 2
+    assert (timer.choose(), timer.timed) == (FAST, 2)
     assert not list(path.parent.iterdir())
 
 
@@ -251,11 +246,8 @@ def test_a_lane_that_tunes_is_not_taken_for_hung(path: Path) -> None:
         assert current_lane().waiting is None
         return chosen
 
-    pool = LanePool(2, CPU, 0.6)
-    try:
+    with lane_pool(timeout_s=0.6) as pool:
         assert run(pool, tunes, lambda: None) == [FAST, None]
-    finally:
-        pool.close()
 
 
 @pytest.mark.gpu
@@ -376,8 +368,7 @@ def test_it_tells_which_work_and_tries_what_a_remembered_choice_left_untried(
 
     told(monkeypatch, tmp_path, {})  # another process, in which what was chosen fails
     again = candidates.fastest("experts", {**ways, "ours": refuses}, BATCHES, device=CPU)
-    assert again == chosen
-    assert [again.works(name) for name in ways] == [False, True, False]
+    assert (again, [again.works(name) for name in ways]) == (chosen, [False, True, False])
     assert made == [*times, "theirs"]
 
 

@@ -47,8 +47,7 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     before = built.stat().st_mtime_ns
     forget(monkeypatch)
     monkeypatch.setattr(c_jit, "_compile", None)
-    assert compile_c(SOURCE).answer() == 42
-    assert built.stat().st_mtime_ns == before
+    assert (compile_c(SOURCE).answer(), built.stat().st_mtime_ns) == (42, before)
     assert sorted(cache.iterdir()) == [checksum, built]
 
 
@@ -59,8 +58,7 @@ def test_another_source_or_processor_is_another_kernel(cache: Path, monkeypatch:
     assert compile_c("int answer(void) { return ANSWER; }", ANSWER=44).answer() == 44
     forget(monkeypatch)
     monkeypatch.setattr(c_jit, "_processor", lambda: "another one")
-    assert compile_c(SOURCE).answer() == 42
-    assert len(list(cache.glob("*.so"))) == 4
+    assert (compile_c(SOURCE).answer(), len(list(cache.glob("*.so")))) == (42, 4)
 
 
 @needs_c
@@ -163,8 +161,7 @@ def test_a_library_that_is_not_as_it_was_compiled_is_compiled_anew(
         checksum.write_text(c_jit._checksum(built, built))
         built.chmod(0o770)
     forget(monkeypatch)
-    assert compile_c(SOURCE).answer() == 42
-    assert built.read_bytes() == good
+    assert (compile_c(SOURCE).answer(), built.read_bytes()) == (42, good)
     assert c_jit._is_whole(built)
 
 

@@ -94,10 +94,7 @@ def test_the_driver_gets_the_grid_and_the_parameters(driver: Driver) -> None:
     assert driver.shape == [FUNCTION, 2, 3, 4, 128, 1, 1, 2048, STREAM, 1]
     passed = [number.to_bytes(8, "little") for number in driver.parameters[:10]]
     assert [int.from_bytes(passed[place], "little") for place in (0, 1, 7)] == [address, 64, 48]
-    assert struct.unpack("<i", passed[2][:4]) == (-5,)
-    assert struct.unpack("<q", passed[3]) == (-(2**40),)
-    assert struct.unpack("<Q", passed[4]) == (2**64 - 1,)
-    assert struct.unpack("<f", passed[5][:4]) == (0.5,)
+    assert struct.unpack("<i4xqQf4x", b"".join(passed[2:6])) == (-5, -(2**40), 2**64 - 1, 0.5)
     assert passed[6][0] == 1
     assert passed[8:] == [bytes(8)] * 2, "scratch memory: none"
 
@@ -143,6 +140,13 @@ class Encoded:
         return found
 
 
+DESCRIBED = "tensordesc<bf16[64, 64]>"
+
+
+def descriptor(base: torch.Tensor, rows: int = 8) -> Any:
+    return SimpleNamespace(base=base, shape=[rows, 8], strides=[8, 1])
+
+
 def test_tensor_maps_are_encoded_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, Any]] = []
 
@@ -152,29 +156,22 @@ def test_tensor_maps_are_encoded_once(driver: Driver, monkeypatch: pytest.Monkey
         return [made[-1][1], *descriptor.shape, *descriptor.strides]
 
     monkeypatch.setattr(quick_launch, "_encoder", lambda: (encode, (None,)))
-    launch = launch_of("i32", "tensordesc<bf16[64, 64]>", "i32", described=["known"])
+    launch = launch_of("i32", DESCRIBED, "i32", described=["known"])
     memory = torch.zeros(16, 8)
-
-    def descriptor(rows: int, start: int = 0) -> Any:
-        return SimpleNamespace(base=memory[start:], shape=[rows, 8], strides=[8, 1])
-
     driver.expect(7)
-    assert launch(1, 1, 1, STREAM, 5, descriptor(8), 6) == 0
-    passed = driver.parameters
-    assert passed[0] == 5
-    assert passed[1] == id(DRIVER), "the driver reads the map itself"
-    assert passed[2:7] == [8, 8, 8, 1, 6]
-    launch(1, 1, 1, STREAM, 5, descriptor(8), 6)
+    assert launch(1, 1, 1, STREAM, 5, descriptor(memory), 6) == 0
+    assert driver.parameters[:7] == [5, id(DRIVER), 8, 8, 8, 1, 6], "the driver reads the map itself"
+    launch(1, 1, 1, STREAM, 5, descriptor(memory), 6)
     assert len(made) == 1
-    launch(1, 1, 1, STREAM, 5, descriptor(4), 6)
-    launch(1, 1, 1, STREAM, 5, descriptor(8, 4), 6)
+    launch(1, 1, 1, STREAM, 5, descriptor(memory, 4), 6)
+    launch(1, 1, 1, STREAM, 5, descriptor(memory[4:]), 6)
     assert len(made) == 3
 
 
 @pytest.mark.parametrize("shape", [(8, 8), [1] * 6])
 def test_a_descriptor_of_another_kind_is_for_triton(driver: Driver, shape: Any) -> None:
-    descriptor = SimpleNamespace(base=torch.zeros(8, 8), shape=shape, strides=[8, 1])
-    assert launch_of("tensordesc<bf16[64, 64]>", described=["known"])(1, 1, 1, STREAM, descriptor) == -1
+    other = SimpleNamespace(base=torch.zeros(8, 8), shape=shape, strides=[8, 1])
+    assert launch_of(DESCRIBED, described=["known"])(1, 1, 1, STREAM, other) == -1
 
 
 def test_an_error_of_the_encoder_reaches_the_caller(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,16 +179,15 @@ def test_an_error_of_the_encoder_reaches_the_caller(driver: Driver, monkeypatch:
         raise RuntimeError("no tensor map")
 
     monkeypatch.setattr(quick_launch, "_encoder", lambda: (fails, ()))
-    descriptor = SimpleNamespace(base=torch.zeros(8, 8), shape=[8, 8], strides=[8, 1])
     with pytest.raises(RuntimeError, match="no tensor map"):
-        launch_of("tensordesc<bf16[64, 64]>", described=["known"])(1, 1, 1, STREAM, descriptor)
+        launch_of(DESCRIBED, described=["known"])(1, 1, 1, STREAM, descriptor(torch.zeros(8, 8)))
 
 
 def test_a_map_that_lies_elsewhere_is_for_triton(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     for made in (Encoded.aligned(False), 5):
         monkeypatch.setattr(quick_launch, "_encoder", lambda made=made: (lambda *_: [made, 8, 8, 8, 1], ()))
-        descriptor = SimpleNamespace(base=torch.zeros(8, 8), shape=[8, 8], strides=[8, 1])
-        assert launch_of("tensordesc<bf16[64, 64]>", described=["known"])(1, 1, 1, STREAM, descriptor) == -1
+        launch = launch_of(DESCRIBED, described=["known"])
+        assert launch(1, 1, 1, STREAM, descriptor(torch.zeros(8, 8))) == -1
     assert not any(driver.shape)
 
 
@@ -207,11 +203,11 @@ def test_maps_of_memory_that_is_long_gone_are_dropped(driver: Driver, monkeypatc
     monkeypatch.setattr(quick_launch, "_MOST_MAPS", 2)
     quick_launch.launch_library.cache_clear()
     try:
-        launch, base = launch_of("tensordesc<bf16[64, 64]>", described=["known"]), torch.zeros(8, 8)
+        launch, base = launch_of(DESCRIBED, described=["known"]), torch.zeros(8, 8)
     finally:
         quick_launch.launch_library.cache_clear()
     for rows in (1, 2, 1, 2, 3, 1):
-        assert launch(1, 1, 1, STREAM, SimpleNamespace(base=base, shape=[rows, 8], strides=[8, 1])) == 0
+        assert launch(1, 1, 1, STREAM, descriptor(base, rows)) == 0
     assert made == [1, 2, 3, 1]
 
 
@@ -221,8 +217,8 @@ def test_maps_of_memory_that_is_long_gone_are_dropped(driver: Driver, monkeypatc
         kernel_of(["fp16"]),
         kernel_of(["i32"] * 127),
         kernel_of([("i32", "i32")]),
-        kernel_of(["tensordesc<bf16[64, 64]>"], described=[None]),
-        kernel_of(["tensordesc<bf16[64, 64]>"]),
+        kernel_of([DESCRIBED], described=[None]),
+        kernel_of([DESCRIBED]),
         kernel_of(["i32"], ctas=2),
         kernel_of(["i32"], launch_cooperative_grid=True),
         kernel_of(["i32"], launch_pdl=True),

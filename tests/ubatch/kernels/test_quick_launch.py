@@ -64,6 +64,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 MEMORY = torch.zeros(64)
 assert MEMORY.data_ptr() % 16 == 0
+GIVEN = (MEMORY, None, 32, 5, 0.5, 4)
 
 
 def test_the_second_launch_passes_all_arguments_in_order(recorder: Recorder) -> None:
@@ -80,11 +81,10 @@ def test_launches_are_direct_unless_they_fail(recorder: Recorder, status: int) -
     """Then Triton's launch says what is wrong."""
     passed: list[tuple[Any, ...]] = []
     recorder.direct = lambda *values: passed.append(values) or status  # type: ignore[func-returns-value]
-    given = (MEMORY, None, 32, 5, 0.5, 4)
-    assert recorder.launch(*given)
+    assert recorder.launch(*GIVEN)
     assert not passed
-    assert not recorder.launch(*given)
-    assert passed == [(2, 3, 1, "stream", *given)]
+    assert not recorder.launch(*GIVEN)
+    assert passed == [(2, 3, 1, "stream", *GIVEN)]
     assert len(recorder.launched) == (status != 0)
 
 
@@ -146,39 +146,34 @@ def test_an_unspecialized_argument_may_lie_anywhere(monkeypatch: pytest.MonkeyPa
 
 
 def test_devices_are_apart(recorder: Recorder) -> None:
-    given = (MEMORY, None, 32, 5, 0.5, 4)
-    assert recorder.launch(*given)
+    assert recorder.launch(*GIVEN)
     recorder.device = 1
-    assert recorder.launch(*given)
+    assert recorder.launch(*GIVEN)
 
 
 def test_a_profiler_sees_every_launch(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = (MEMORY, None, 32, 5, 0.5, 4)
-    recorder.launch(*given)
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", print)
-    assert recorder.launch(*given)
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
-    assert recorder.launch(*given)
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[]))
-    assert not recorder.launch(*given)
-    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", print)
-    assert recorder.launch(*given)
-    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
-    monkeypatch.setattr(knobs.compilation, "instrumentation_mode", "consan")
-    assert recorder.launch(*given)
-    monkeypatch.setattr(knobs.compilation, "instrumentation_mode", "")
-    assert not recorder.launch(*given)
+    recorder.launch(*GIVEN)
+    for switches, name, value, seen in (
+        (knobs.runtime, "launch_enter_hook", print, True),
+        (knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]), True),
+        (knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[]), False),
+        (knobs.runtime, "launch_exit_hook", print, True),
+        (knobs.runtime, "launch_exit_hook", None, False),
+        (knobs.compilation, "instrumentation_mode", "consan", True),
+        (knobs.compilation, "instrumentation_mode", "", False),
+    ):
+        monkeypatch.setattr(switches, name, value)
+        assert recorder.launch(*GIVEN) == seen, (name, value)
     recorder.function.add_pre_run_hook(print)
-    assert recorder.launch(*given)
+    assert recorder.launch(*GIVEN)
 
 
 def test_what_is_compiled_for_a_debugger_is_not_kept(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = (MEMORY, None, 32, 5, 0.5, 4)
     monkeypatch.setattr(knobs.runtime, "debug", True)
-    assert recorder.launch(*given)
+    assert recorder.launch(*GIVEN)
     monkeypatch.setattr(knobs.runtime, "debug", False)
-    assert recorder.launch(*given)
-    assert not recorder.launch(*given)
+    assert recorder.launch(*GIVEN)
+    assert not recorder.launch(*GIVEN)
 
 
 UNKNOWN: dict[str, dict[str, Any]] = {
@@ -273,13 +268,12 @@ def test_errors_reach_the_caller(recorder: Recorder, monkeypatch: pytest.MonkeyP
     def failing(*_: Any) -> Any:
         raise RuntimeError("no device")
 
-    given = (MEMORY, None, 32, 5, 0.5, 4)
     recorder.direct = failing if fails == "launch" else None
-    recorder.launch(*given)
+    recorder.launch(*GIVEN)
     if fails != "launch":
         monkeypatch.setattr(quick_launch.driver.active, f"get_current_{fails}", failing)
     with pytest.raises(RuntimeError, match="no device"):
-        recorder.launch(*given)
+        recorder.launch(*GIVEN)
 
 
 def test_without_a_compiler_launches_are_tritons(monkeypatch: pytest.MonkeyPatch) -> None:

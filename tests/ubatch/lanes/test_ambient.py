@@ -143,20 +143,16 @@ def test_the_surroundings_are_left_when_a_lane_fails(pool: LanePool) -> None:
     assert states(pool) == [state()] * 2 * LANES
 
 
-def set_everything() -> None:
-    """The settings that are no context managers, and nobody takes back."""
-    torch.set_grad_enabled(False)
-    torch.set_autocast_enabled("cpu", True)
-    torch.set_autocast_dtype("cpu", torch.float16)
-    torch.set_autocast_cache_enabled(False)
-    torch.set_default_device("meta")
-
-
 def test_what_a_lane_sets_stays_in_that_lane_and_step(pool: LanePool) -> None:
     caller = state()
 
     def sets() -> dict[str, Any]:
-        set_everything()
+        """The settings that are no context managers, and nobody takes back."""
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        torch.set_autocast_cache_enabled(False)
+        torch.set_default_device("meta")
         dbo_yield()
         return state()
 
@@ -166,8 +162,7 @@ def test_what_a_lane_sets_stays_in_that_lane_and_step(pool: LanePool) -> None:
 
     first, *others = run(pool, sets, sees, sees)
     assert (first["grad"], first["autocast"], first["default_device"]) == (False, True, torch.device("meta"))
-    assert others == [caller] * 2
-    assert state() == caller
+    assert [*others, state()] == [caller] * 3
     assert states(pool) == [caller] * 2 * LANES
 
 

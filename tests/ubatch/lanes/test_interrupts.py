@@ -118,12 +118,11 @@ def interrupt_everywhere(
 SLOW = frozenset({"intercepting", "no hang check, ranges", "a group of one", "one lane with chunks"})
 
 
-def modes(*named: str) -> list[Any]:
-    return [pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else []) for mode in named]
+LATER = [pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else []) for mode in MODES if mode != "proving"]
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("mode", modes(*(mode for mode in MODES if mode != "proving")))
+@pytest.mark.parametrize("mode", LATER)
 def test_later_calls(mode: str, make: Callable[[str], Case]) -> None:
     case = make(mode)
     if case.graphs:

@@ -9,8 +9,7 @@ from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
-import torch
-from lanes import EVERY_POINT, run
+from lanes import EVERY_POINT, lane_pool, run
 
 from ubatch import ForwardContext, ForwardMode, Schedule, UBatchTimeout, dbo_yield, get_schedule
 from ubatch.lanes.one_core import QUIET_STEPS, OneCore, one_core
@@ -37,14 +36,21 @@ def all_cores() -> Iterator[set[int]]:
 @pytest.fixture
 def pool(all_cores: set[int]) -> Iterator[LanePool]:
     """Three lanes, which share a core as on a GPU, as their first steps have started no thread but their own."""
-    pool = LanePool(3, torch.device("cpu"), 20.0)
-    assert not pool._on_one_core, "on a CPU lanes are left where they are"
-    pool._on_one_core = True
-    try:
+    with lane_pool(3) as pool:
+        assert not pool._on_one_core, "on a CPU lanes are left where they are"
+        pool._on_one_core = True
         assert_free_for(QUIET_STEPS + 1, pool, all_cores)
         yield pool
-    finally:
-        pool.close()
+
+
+@pytest.fixture
+def started() -> Iterator[threading.Thread]:
+    """A thread for a lane to start; it ends with the test."""
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, args=(20,))
+    yield thread
+    ended.set()
+    thread.join()
 
 
 def cores_in_lanes(
@@ -95,9 +101,9 @@ def test_steps_of_another_kind_are_free_at_first(pool: LanePool, all_cores: set[
     assert [len(cores) for cores in cores_in_lanes(pool)] == [1, 1, 1]
 
 
-def test_a_thread_that_a_lane_starts_is_freed_and_the_next_steps_are_free(pool: LanePool, all_cores: set[int]) -> None:
-    ended = threading.Event()
-    started = threading.Thread(target=ended.wait, args=(20,))
+def test_a_thread_that_a_lane_starts_is_freed_and_the_next_steps_are_free(
+    pool: LanePool, all_cores: set[int], started: threading.Thread
+) -> None:
     seen: list[set[int]] = []
 
     def starts() -> None:
@@ -105,14 +111,10 @@ def test_a_thread_that_a_lane_starts_is_freed_and_the_next_steps_are_free(pool: 
         assert started.native_id is not None
         seen.append(os.sched_getaffinity(started.native_id))
 
-    try:
-        run(pool, starts, lambda: None, lambda: None)
-        assert len(seen[0]) == 1, "it inherits the core"
-        assert os.sched_getaffinity(started.native_id or 0) == all_cores
-        assert_free_for(QUIET_STEPS, pool, all_cores)
-    finally:
-        ended.set()
-        started.join()
+    run(pool, starts, lambda: None, lambda: None)
+    assert len(seen[0]) == 1, "it inherits the core"
+    assert os.sched_getaffinity(started.native_id or 0) == all_cores
+    assert_free_for(QUIET_STEPS, pool, all_cores)
 
 
 def test_a_lane_is_free_from_a_call_on_that_takes_long_and_where_it_forks(pool: LanePool, all_cores: set[int]) -> None:
@@ -157,24 +159,18 @@ def test_a_lane_that_hangs_is_freed_and_new_lanes_are_free_at_first(pool: LanePo
 
 
 def test_threads_that_could_not_be_listed_are_freed_before_the_next_step(
-    pool: LanePool, all_cores: set[int], monkeypatch: pytest.MonkeyPatch
+    pool: LanePool, all_cores: set[int], started: threading.Thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_more_files(_: str) -> list[str]:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    ended = threading.Event()
-    started = threading.Thread(target=ended.wait, args=(20,))
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr("ubatch.lanes.one_core.os.listdir", no_more_files)
-            run(pool, started.start, lambda: None, lambda: None)
-            assert len(os.sched_getaffinity(started.native_id or 0)) == 1
-            assert cores_in_lanes(pool) == [all_cores] * 3
-        assert_free_for(QUIET_STEPS, pool, all_cores)
-        assert os.sched_getaffinity(started.native_id or 0) == all_cores
-    finally:
-        ended.set()
-        started.join()
+    with monkeypatch.context() as patch:
+        patch.setattr("ubatch.lanes.one_core.os.listdir", no_more_files)
+        run(pool, started.start, lambda: None, lambda: None)
+        assert len(os.sched_getaffinity(started.native_id or 0)) == 1
+        assert cores_in_lanes(pool) == [all_cores] * 3
+    assert_free_for(QUIET_STEPS, pool, all_cores)
+    assert os.sched_getaffinity(started.native_id or 0) == all_cores
 
 
 def test_a_core_that_was_taken_away_ends_no_step(all_cores: set[int]) -> None:
@@ -183,26 +179,21 @@ def test_a_core_that_was_taken_away_ends_no_step(all_cores: set[int]) -> None:
 
 
 def test_after_ctrl_c_the_next_step_frees_what_the_last_one_left(
-    pool: LanePool, all_cores: set[int], monkeypatch: pytest.MonkeyPatch
+    pool: LanePool, all_cores: set[int], started: threading.Thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ctrl_c(core: OneCore, thread: int = 0) -> None:
         if thread:
             raise KeyboardInterrupt
         free(core)
 
-    free, ended = OneCore.free, threading.Event()
-    started = threading.Thread(target=ended.wait, args=(20,))
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(OneCore, "free", ctrl_c)
-            with pytest.raises(KeyboardInterrupt):
-                run(pool, started.start, lambda: None, lambda: None)
-        assert len(os.sched_getaffinity(started.native_id or 0)) == 1
-        assert_free_for(QUIET_STEPS, pool, all_cores)
-        assert os.sched_getaffinity(started.native_id or 0) == all_cores
-    finally:
-        ended.set()
-        started.join()
+    free = OneCore.free
+    with monkeypatch.context() as patch:
+        patch.setattr(OneCore, "free", ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            run(pool, started.start, lambda: None, lambda: None)
+    assert len(os.sched_getaffinity(started.native_id or 0)) == 1
+    assert_free_for(QUIET_STEPS, pool, all_cores)
+    assert os.sched_getaffinity(started.native_id or 0) == all_cores
 
 
 def test_with_one_core_there_is_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.graph import (
@@ -58,10 +58,6 @@ class Operations(TorchDispatchMode):
 # ------------------------------------------------------------------------------------------------ what is recognised
 
 
-def profiling() -> AbstractContextManager[Any]:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-
-
 FREE: dict[str, Surrounding] = {
     "nothing": nullcontext,
     "no_grad": torch.no_grad,
@@ -72,7 +68,7 @@ FREE: dict[str, Surrounding] = {
     "a device": lambda: torch.device("meta"),
     "save_on_cpu": save_on_cpu,
     "no hooks": lambda: disable_saved_tensors_hooks("not here"),
-    "a profiler": profiling,
+    "a profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
     "one thread for the backward": lambda: torch.autograd.set_multithreading_enabled(False),
 }
 
@@ -118,10 +114,6 @@ def test_what_they_cannot_take_over_is_named(around: str, name: str) -> None:
     assert why_not_in_lanes() is None
 
 
-def sums(x: Tensor) -> Tensor:
-    return (x * x.sin()).sum()
-
-
 TRANSFORMS: dict[str, tuple[Callable[[Any], Any], DeclineReason, str]] = {
     "grad": (lambda f: torch.func.grad(f)(torch.ones(3)), TRANSFORM, "Grad"),
     "vjp": (lambda f: torch.func.vjp(f, torch.ones(3)), TRANSFORM, "Grad"),
@@ -147,13 +139,11 @@ def test_a_function_that_is_transformed_or_recorded_stays_in_its_thread(name: st
 
     def looks(x: Tensor) -> Tensor:
         found.append(why_not_in_lanes())
-        return sums(x)
+        return (x * x.sin()).sum()
 
     transform(looks)
     assert found
-    for no in found:
-        assert no[0] is reason
-        assert what in no[1]
+    assert all(no[0] is reason and what in no[1] for no in found), found
     assert why_not_in_lanes() is None
 
 
@@ -187,10 +177,6 @@ def engaged(wrapper: UBatchWrapper, call: Callable[[], Any]) -> tuple[int, Count
     return after.engaged - before.engaged, Counter(after.declined) - Counter(before.declined)
 
 
-def in_halves(model: nn.Module, x: Tensor) -> Tensor:
-    return torch.cat([model(half) for half in x.chunk(2)])
-
-
 def test_hooks_of_the_caller_see_what_lanes_save(wrapper: UBatchWrapper) -> None:
     packed: list[Tensor] = []
     unpacked: list[int] = []
@@ -205,7 +191,7 @@ def test_hooks_of_the_caller_see_what_lanes_save(wrapper: UBatchWrapper) -> None
 
     x, model = rows(), wrapper.module
     with saved_tensors_hooks(pack, unpack):
-        expected = in_halves(model, x)
+        expected = torch.cat([model(half) for half in x.chunk(2)])
         halves = len(packed)
         output = wrapper(x)
         assert wrapper.statistics().declined == {}

@@ -42,8 +42,7 @@ def test_workers_persist() -> None:
             assert run(pool, body, body, body) == first
         assert threading.active_count() <= threads
         assert open_files() <= files
-        assert pool.counts.steps == 51
-        assert pool.counts.threads_started == 3
+        assert (pool.counts.steps, pool.counts.threads_started) == (51, 3)
         assert threading.get_ident() not in [ident for ident, _ in first]
 
 

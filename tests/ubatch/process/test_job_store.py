@@ -38,10 +38,8 @@ def test_what_was_said_is_read(key: bytes | None) -> None:
 @pytest.mark.parametrize("key", [None, KEY])
 def test_only_what_stands_there_is_replaced(key: bytes | None) -> None:
     _, store = both(key)
-    assert store.compare_set("a", "", "0") == "0"
-    assert store.compare_set("a", "", "1") == "0"
-    assert store.compare_set("a", "1", "2") == "0"
-    assert store.compare_set("a", "0", "2") == "2"
+    for expected, wanted, stands in (("", "0", "0"), ("", "1", "0"), ("1", "2", "0"), ("0", "2", "2")):
+        assert store.compare_set("a", expected, wanted) == stands
     assert store.get("a") == "2"
 
 

@@ -3,9 +3,8 @@
 import contextvars
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,14 +85,6 @@ def gradient(f: Callable[[Tensor], Tensor], x: Tensor, **options: bool) -> Tenso
 # --------------------------------------------------------------------------------------------------- the gradients
 
 
-@contextmanager
-def torch_warns() -> Iterator[None]:
-    """It would rather have its functional collectives used."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 @on_ranks(2)
 def test_gradients_are_torchs_and_the_slope_of_the_sum_over_ranks(rank: int, group: CommGroup) -> None:
     compared = 0
@@ -104,7 +95,7 @@ def test_gradients_are_torchs_and_the_slope_of_the_sum_over_ranks(rank: int, gro
         expected = slope(loss, case.x, along)
         assert summed_over_ranks(inner(found, along)) == pytest.approx(expected, rel=1e-6, abs=1e-7), case.name
         if case.torchs is not None:
-            with torch_warns():
+            with warnings.catch_warnings(action="ignore"):  # torch would rather have its functional collectives used
                 theirs = gradient(loss_of(case.torchs, rank), case.x)
             torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-12, msg=case.name)
             compared += 1

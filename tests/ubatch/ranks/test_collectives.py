@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_cases import FP8, Mlp, collectives
+from lanes import lane_pool
 from torch import Tensor
 
 import ubatch
 from ranks import on_ranks
 from ubatch import CommGroup, Recv, Schedule, UBatchConfig, UBatchWrapper, launch_all_gather, launch_reduce_scatter
-from ubatch.lanes.workers import LanePool
 
 pytestmark = pytest.mark.ranks
 
@@ -32,8 +32,7 @@ def check(group: CommGroup, seed: int) -> int:
         x = inputs[group.rank]
         before, expected = x.clone(), collective.reference(inputs)
         result = collective.call(x)
-        assert result.dtype == expected.dtype, name
-        assert result.shape == expected.shape, name
+        assert (result.dtype, result.shape) == (expected.dtype, expected.shape), name
         assert _same(result, expected), name
         assert _same(x, before), f"{name} wrote its input"
         assert not result.numel() or result.data_ptr() != x.data_ptr(), name
@@ -48,11 +47,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def in_lanes(group: CommGroup, schedule: Schedule, body: Callable[[], Any]) -> list[Any]:
-    pool = LanePool(schedule.lanes, torch.device("cpu"), timeout_s=20.0)
-    try:
+    with lane_pool(schedule.lanes) as pool:
         return pool.run([body] * schedule.lanes, schedule, [None] * schedule.lanes, frozenset(group.ranks))
-    finally:
-        pool.close()
 
 
 SCHEDULES = (

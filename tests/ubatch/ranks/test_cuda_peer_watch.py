@@ -5,7 +5,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -123,13 +122,8 @@ def _dispatches(rank: int, ranks: int) -> None:
         assert wrapper.statistics().engaged == 1
         assert group.broken is None
         # No rank may end before both have withdrawn what they told.
-        told = partial(map, partial(connection_silence, group), range(ranks))
-        assert within(5, lambda: set(told()) == {"0"}), "withdrawn when nobody dispatches"
-
-
-def connection_silence(group: CommGroup, rank: int) -> str:
-    """What a rank has told last about its silence."""
-    return group.usable_connection()._store.get(f"silence/{rank}")
+        told = group.usable_connection()._store.get
+        assert within(5, lambda: {told(f"silence/{each}") for each in range(ranks)} == {"0"}), "withdrawn again"
 
 
 def _died_in_a_silent_call(rank: int, ranks: int) -> None:

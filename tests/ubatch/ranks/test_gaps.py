@@ -60,8 +60,7 @@ def test_lanes_do_it_and_what_it_launches_is_none_of_theirs() -> None:
 
     with lane_pool() as pool, record_transfers() as arrivals, in_gaps(work):
         assert run(pool, body, body) == [5, 5]
-    assert lanes == [None, None]
-    assert [each.name for each in arrivals] == ["late", "late"]
+    assert (lanes, [each.name for each in arrivals]) == ([None, None], ["late", "late"])
     assert not any(each.done() for each in launched)
 
 

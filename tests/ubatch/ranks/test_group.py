@@ -40,8 +40,7 @@ class Experts(nn.Module):
         """The forward context tells every rank's tokens in this lane, or in the whole call."""
         context = ubatch.get_forward_context()
         rows = ubatch.all_gather(torch.tensor([x.shape[0]]), self.group).tolist()
-        assert context.tokens_across_ranks == tuple(rows)
-        assert context.num_tokens == x.shape[0]
+        assert (context.tokens_across_ranks, context.num_tokens) == (tuple(rows), x.shape[0])
         assert context.decision.engaged == ubatch.dbo_enabled()
 
     def experts(self, x: Tensor) -> Tensor:
@@ -151,9 +150,8 @@ def test_every_reason_that_ranks_can_have_is_seen(rank: int, group: CommGroup) -
     on_rank_1(reason.MODES_DIFFER, config, ids(8, 1), all_see_it=True)
     on_rank_1(reason.AMBIGUOUS_ARGUMENT, config, ids(8), ids(8))
     on_rank_1(reason.NO_SPLITTER, config, ids(8), Opaque())
-    with ubatch.set_forward_context(
-        ubatch.ForwardContext(attn_metadata=object(), num_tokens=32) if rank == 1 else None
-    ):
+    planned = ubatch.ForwardContext(attn_metadata=object(), num_tokens=32)
+    with ubatch.set_forward_context(planned if rank == 1 else None):
         call(reason.NOT_REQUESTED if rank else reason.PEER_DECLINED, config, ids(8))
     # An idle rank takes part in whatever the others do.
     for idle in ((config, ids(0)), (config, ids(0, 1)), (replace(config, num_ubatches=3), ids(0))):
@@ -190,13 +188,8 @@ def test_voting(rank: int, group: CommGroup) -> None:
     for offer, engages in ((yes, True), (no if rank else yes, False)):
         decision = group.vote(offer)
         assert decision.engaged == engages
-        context = ubatch.ForwardContext(
-            num_tokens=8,
-            mode=ubatch.ForwardMode.PREFILL,
-            ubatch_slices=slices if engages else None,
-            tokens_across_ranks=None if engages else (8, 8),
-            decision=decision,
-        )
+        cut: dict[str, Any] = {"ubatch_slices": slices} if engages else {"tokens_across_ranks": (8, 8)}
+        context = ubatch.ForwardContext(num_tokens=8, mode=ubatch.ForwardMode.PREFILL, decision=decision, **cut)
         x = torch.arange(8.0).repeat(2, 1).T.contiguous()
         with ubatch.set_forward_context(context):
             assert torch.equal(model(x), Experts.reference(x, 2, layers=1))

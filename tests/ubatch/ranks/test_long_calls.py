@@ -61,8 +61,7 @@ def test_peers_wait_for_a_rank_that_tunes(rank: int, group: CommGroup, tmp_path:
     for tokens in (8, 2):
         x = torch.ones(tokens, 2)
         assert torch.equal(model(x), group.size * x)
-    assert model.statistics().engaged == 1
-    assert late_ranks(None) == {}
+    assert (model.statistics().engaged, late_ranks(None)) == (1, {})
 
 
 @pytest.mark.slow
@@ -122,8 +121,7 @@ def test_blocks_in_blocks_count_once(store: dist.Store) -> None:
         assert late_ranks([0, 1]) == {1: "1 starting"}
     assert late_ranks([0, 1]) == {}
     with suppress(KeyError), late("tuning"):
-        assert late_ranks([1]) == {1: "2 tuning"}
-        assert late_ranks([0]) == {}
+        assert (late_ranks([1]), late_ranks([0])) == ({1: "2 tuning"}, {})
         raise KeyError
     assert store.add("ubatch/late", 0) == 0
 
@@ -144,21 +142,16 @@ def test_patience_with_one_that_hangs_in_a_compiler_ends(store: dist.Store, monk
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with late("compiling"):
         patience = Patience(60.0, [1])
-        assert not patience.over()
-        now += ubatch.process.job_store.LATE_S - 1
-        assert not patience.over()
-        now += 59
-        assert not patience.over()
-        now += 2
-        assert patience.over()
+        for more, over in ((0, False), (ubatch.process.job_store.LATE_S - 1, False), (59, False), (2, True)):
+            now += more
+            assert patience.over() is over
     with late("compiling again"):
         patience = Patience(60.0, [1])
         now += 100
         assert not patience.over()
-    now += 59
-    assert not patience.over()
-    now += 2
-    assert patience.over()
+    for more, over in ((59, False), (2, True)):
+        now += more
+        assert patience.over() is over
 
 
 def test_without_other_ranks_nothing_is_said() -> None:

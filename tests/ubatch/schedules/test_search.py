@@ -85,8 +85,7 @@ def test_what_it_says_is_what_the_simulator_says_and_nothing_better_is_overlooke
     found = search_schedules(shares(period), layers, max_lanes=2, max_chunks=max(chunks), keep=5)
     for each in found:
         line = line_of(period, layers, each.schedule)
-        assert each.seconds == line.seconds
-        assert each.bound_s == pytest.approx(bound_of(line))
+        assert (each.seconds, each.bound_s) == (line.seconds, pytest.approx(bound_of(line)))
     off = [frozenset(points) for points in (("layer",), ("layer", "select", "output"), ("attn_prepare",), ("select",))]
     for points, lead, count, place in product(off, range(3), chunks, SharedExpert):
         one = Schedule("one", chunks=count, lead=lead, points_off=points, shared_expert=place)
@@ -104,8 +103,7 @@ def test_what_splitting_costs_decides() -> None:
 
     found = best_of(doubled)
     # Half of the experts runs during the dispatch, half during the combine; the link is busy whenever they run.
-    assert (found.schedule.lanes, found.schedule.chunks) == (1, 2)
-    assert found.speedup == pytest.approx(2 / 1.5)
+    assert (found.schedule.lanes, found.schedule.chunks, found.speedup) == (1, 2, pytest.approx(2 / 1.5))
     alone = best_of(shares([replace(times, dispatch=0.0, combine=0.0)]))
     assert (alone.schedule.lanes, alone.schedule.chunks, alone.speedup) == (1, 1, 1.0)
 

@@ -46,8 +46,7 @@ def test_one_lane_hides_nothing_but_the_shared_expert() -> None:
     serial = get_schedule("serial")
     times = LayerTimes(attn_core=1.0, experts=2.0, dispatch=3.0, combine=4.0)
     line = simulate([layer_program(times, 5, serial)], serial)
-    assert line.seconds == pytest.approx(5 * 10.0)
-    assert line.exposed_s == pytest.approx(5 * 7.0)
+    assert (line.seconds, line.exposed_s) == pytest.approx((5 * 10.0, 5 * 7.0))
     with_shared = simulate([layer_program(replace(times, shared=1.5), 5, serial)], serial)
     assert with_shared.seconds == pytest.approx(5 * 10.0)
 
@@ -64,10 +63,8 @@ def test_times_by_hand() -> None:
 def test_who_keeps_the_baton_waits_for_itself() -> None:
     """Lane 0 leads through its first point, so it waits there; an inactive point waits as well."""
     program: list[Op] = [Launch("t", 1.0), Pass(Point.DISPATCH), Compute(1.0), Wait("t")]
-    leading = simulate([program, []], replace(VLLM, lead=1))
-    assert leading.exposed_s == 1.0
-    inactive = simulate([program, []], replace(VLLM, points_off=frozenset({Point.DISPATCH})))
-    assert inactive.exposed_s == 1.0
+    for schedule in (replace(VLLM, lead=1), replace(VLLM, points_off=frozenset({Point.DISPATCH}))):
+        assert simulate([program, []], schedule).exposed_s == 1.0
 
 
 def test_the_link_is_full_duplex() -> None:
@@ -75,8 +72,7 @@ def test_the_link_is_full_duplex() -> None:
     program: list[Op] = [*sends, Wait("a"), Compute(0.5), Wait("b")]
     line = simulate([program], Schedule("one", lanes=1))
     # a sends until 4 and receives until 1; b sends from 4 to 5 and receives from 1 to 5.
-    assert line.seconds == 5.0
-    assert line.communication_s == 5.0  # not the 8 of a link that does one thing at a time
+    assert (line.seconds, line.communication_s) == (5.0, 5.0)  # not the 8 of a link that does one thing at a time
     assert [(span.name, span.start, span.end) for span in line.spans if span.kind is SpanKind.TRANSFER] == [
         ("a", 0.0, 4.0),
         ("b", 1.0, 5.0),

@@ -37,20 +37,14 @@ def test_every_lane_and_rank_is_told_when_it_engages() -> None:
 
 def test_what_ranks_tell_reaches_all_of_them_and_decides_nothing() -> None:
     told = decide([replace(YES, told=(1, -2)), IDLE])
-    assert told.told == ((1, -2), ())
-    assert told == decide([YES, IDLE])
+    assert (told.told, told) == (((1, -2), ()), decide([YES, IDLE]))
 
 
 def test_one_no_is_a_no_for_all_and_each_rank_sees_its_own_reason() -> None:
     other_no = replace(NO, reason=DeclineReason.DISABLED)
     offers = [YES, NO, IDLE, other_no]
-    seen = [decide(offers, rank) for rank in range(4)]
-    assert [decision.reason for decision in seen] == [
-        DeclineReason.PEER_DECLINED,
-        DeclineReason.BELOW_PREFILL_THRESHOLD,
-        DeclineReason.PEER_DECLINED,
-        DeclineReason.DISABLED,
-    ]
+    seen, peer = [decide(offers, rank) for rank in range(4)], DeclineReason.PEER_DECLINED
+    assert [decision.reason for decision in seen] == [peer, NO.reason, peer, DeclineReason.DISABLED]
     for decision in seen:
         assert not decision.engaged
         assert decision.declined_by == 1, "the first rank that said no"

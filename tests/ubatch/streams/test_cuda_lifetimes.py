@@ -28,6 +28,13 @@ from ubatch.streams.streams import NullEvent
 PEER = Schedule("peer", points_off=frozenset(), recv=Recv.PEER)
 
 
+def run_and_check(lanes: Lanes, *bodies: Body) -> None:
+    """A step, then work in the memory that it let go of: nothing races, and nothing was freed too early."""
+    lanes.run(*bodies)
+    compute()
+    lanes.cuda.check()
+
+
 # --------------------------------------------------------------------------------------------- allocated on compute
 
 
@@ -56,8 +63,7 @@ def test_waited_for_on_the_communication_stream(lanes: Lanes) -> None:
         dbo_switch_to_compute()
         arrived.add(1)
 
-    lanes.run(body, body)
-    lanes.cuda.check()
+    run_and_check(lanes, body, body)
 
 
 def test_nobody_waits(lanes: Lanes) -> None:
@@ -66,9 +72,7 @@ def test_nobody_waits(lanes: Lanes) -> None:
         dbo_yield()
         compute()
 
-    lanes.run(body, body)
-    compute()
-    lanes.cuda.check()
+    run_and_check(lanes, body, body)
 
 
 def test_nobody_waits_for_a_transport_with_a_stream_of_its_own(lanes: Lanes) -> None:
@@ -88,9 +92,7 @@ def test_nobody_waits_for_a_transport_with_a_stream_of_its_own(lanes: Lanes) -> 
         dbo_yield()
         compute()
 
-    lanes.run(body, body)
-    compute()
-    cuda.check()
+    run_and_check(lanes, body, body)
 
 
 @pytest.mark.parametrize("failing", [True, False])
@@ -128,9 +130,7 @@ def test_a_lane_ends_on_the_communication_stream(lanes: Lanes) -> None:
         dbo_keep(x)
         dbo_yield()
 
-    lanes.run(body, body)
-    compute()
-    lanes.cuda.check()
+    run_and_check(lanes, body, body)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -174,9 +174,7 @@ def test_a_hook_raises(lanes: Lanes) -> None:
         dbo_yield()
 
     with pytest.raises(RuntimeError, match="invalid for input"):
-        lanes.run(body, body)
-    compute()
-    lanes.cuda.check()
+        run_and_check(lanes, body, body)
 
 
 def test_switching_by_hand(lanes: Lanes) -> None:
@@ -191,8 +189,7 @@ def test_switching_by_hand(lanes: Lanes) -> None:
             x, arrived = arrived * 2, torch.empty(4)
         return x
 
-    lanes.run(body, body)
-    lanes.cuda.check()
+    run_and_check(lanes, body, body)
 
 
 def test_what_was_kept_is_let_go(lanes: Lanes) -> None:
@@ -208,8 +205,7 @@ def test_what_was_kept_is_let_go(lanes: Lanes) -> None:
             dbo_switch_to_compute()
             assert freed[-1:] == [layer]
 
-    lanes.run(body, dbo_yield)
-    lanes.cuda.check()
+    run_and_check(lanes, body, dbo_yield)
 
 
 class _Freed:
@@ -240,8 +236,7 @@ def _receives_on_comm(switch: Callable[[], None]) -> Body:
 
 
 def test_memory_of_the_communication_stream_under_fresh_forks(lanes: Lanes) -> None:
-    lanes.run(*[_receives_on_comm(dbo_switch_to_comm)] * 2)
-    lanes.cuda.check()
+    run_and_check(lanes, *[_receives_on_comm(dbo_switch_to_comm)] * 2)
 
 
 def test_memory_of_the_communication_stream_under_a_mark_is_reused_too_early(lanes: Lanes) -> None:
@@ -277,8 +272,7 @@ def test_triton_kernels_are_seen(triton_cases: Any, lanes: Lanes) -> None:
 
         return run_kernel
 
-    lanes.run(body(True), dbo_yield)
-    lanes.cuda.check()
+    run_and_check(lanes, body(True), dbo_yield)
     lanes.run(body(False), dbo_yield)
     reads, writes = (f"0: _double_and_add_kernel on compute {verb} empty_like" for verb in ("reads", "writes"))
     for verb in (reads, writes):
@@ -319,8 +313,7 @@ def test_the_host_waits_for_its_numbers_only(lanes: Lanes) -> None:
         one, other = copies.wait()
         assert (one.tolist(), other.tolist()) == ([2.0] * 4, [3.0] * 4)
 
-    lanes.run(body, body)
-    lanes.cuda.check()
+    run_and_check(lanes, body, body)
     assert not lanes.cuda.syncs
 
 

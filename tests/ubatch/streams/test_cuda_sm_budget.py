@@ -50,8 +50,7 @@ def overlapped(
 def test_lanes_share_out_the_sms(cuda: FakeCuda) -> None:
     model = Kernels()
     assert overlapped(model, comm_sms=20) == {"persistent_gemm": True, "library_gemm": False, "sometimes": False}
-    assert model.seen() == [SMBudget(132, 20)] * 4
-    assert model.seen()[0].compute == 112
+    assert (model.seen(), model.seen()[0].compute) == ([SMBudget(132, 20)] * 4, 112)
 
 
 def test_the_schedules_own_and_the_settings_over_it(cuda: FakeCuda) -> None:
@@ -61,14 +60,12 @@ def test_the_schedules_own_and_the_settings_over_it(cuda: FakeCuda) -> None:
         overlapped(model, schedule, comm_sms)
         assert {budget.comm for budget in model.seen()} == {expected}
     model = Kernels()
-    assert overlapped(model, schedule, 0) == {}
-    assert model.seen() == [None] * 4
+    assert (overlapped(model, schedule, 0), model.seen()) == ({}, [None] * 4)
 
 
 def test_nothing_to_share_out_on_a_cpu() -> None:
     model = Kernels()
-    assert overlapped(model, comm_sms=20) == {}
-    assert model.seen() == [None] * 4
+    assert (overlapped(model, comm_sms=20), model.seen()) == ({}, [None] * 4)
     assert share_out_sms(20, NullStreams()) is None
 
 

@@ -34,14 +34,18 @@ def overlapped(fake: Streams) -> set[str]:
     }
 
 
+def in_turns(*stages: list[str]) -> list[str]:
+    """The log of two lanes that hand on after every stage."""
+    return [line.format(lane) for stage in stages for lane in (0, 1) for line in stage]
+
+
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("name", OVERLAPS)
 def test_every_conflict_has_an_edge_and_nothing_waits_without_need(fake: Streams, name: str, lanes: int) -> None:
     for _ in range(2):
         fake.run(*[model(fake)] * lanes, schedule=get_schedule(name))
         fake.work("merge", reads=[f"h{lane}" for lane in range(lanes)], writes=["output"])
-    assert not fake.races
-    assert not fake.excess()
+    assert (fake.races, fake.excess()) == ([], {})
     assert OVERLAPS[name] <= overlapped(fake)
     assert set(fake.operations[:-1]) == fake.operations[-1].waits, "the caller's stream waits for all of it"
 
@@ -65,21 +69,13 @@ def test_the_order_of_one_exchange(fake: Streams) -> None:
 
     fake.run(body, body)
 
-    def until_the_hand_off(lane: int) -> list[str]:
-        return [
-            f"write {lane} on compute",
-            f"{lane} record compute",
-            f"{lane} wait comm",
-            f"{lane} switch comm",
-            f"send {lane} on comm",
-            f"{lane} record comm",  # before the hand-off: what the other lane sends does not count
-            f"{lane} switch compute",
-        ]
-
-    def after_it(lane: int) -> list[str]:
-        return [f"{lane} wait compute", f"unpack send {lane} on compute", f"read {lane} on compute"]
-
-    assert fake.log == [*until_the_hand_off(0), *until_the_hand_off(1), *after_it(0), *after_it(1)]
+    assert fake.log == in_turns(
+        [
+            *("write {0} on compute", "{0} record compute", "{0} wait comm", "{0} switch comm", "send {0} on comm"),
+            *("{0} record comm", "{0} switch compute"),  # before the hand-off: what the other lane sends does not count
+        ],
+        ["{0} wait compute", "unpack send {0} on compute", "read {0} on compute"],
+    )
     assert fake.waited_for_by("unpack send 0") == ["write 0", "send 0", "write 1"]
 
 
@@ -89,19 +85,17 @@ def test_the_order_of_one_exchange(fake: Streams) -> None:
 @pytest.mark.parametrize("lanes", [2, 3])
 def test_switching_points(fake: Streams, lanes: int) -> None:
     fake.run(*[switching(fake)] * lanes)
-    assert not fake.races
-    assert not fake.excess()
+    assert (fake.races, fake.excess()) == ([], {})
     assert fake.waited_for_by("send 0.0") == ["write 0.0"], "not for what other lanes computed since the hand-off"
 
 
 def test_the_order_of_switching_points(fake: Streams) -> None:
     fake.run(switching(fake, 1), switching(fake, 1))
-    stages = [
+    assert fake.log == in_turns(
         ["write {0}.0 on compute", "{0} record compute"],
         ["{0} wait comm", "{0} switch comm", "send {0}.0 on comm", "{0} record comm", "{0} switch compute"],
         ["{0} wait compute", "read {0}.0 on compute"],
-    ]
-    assert fake.log == [line.format(lane) for stage in stages for lane in (0, 1) for line in stage]
+    )
 
 
 def test_switches_without_a_point(fake: Streams) -> None:
@@ -117,8 +111,7 @@ def test_switches_without_a_point(fake: Streams) -> None:
             fake.work(f"read {lane}.{layer}", reads=[f"y{lane}"], writes=[f"x{lane}"])
 
     fake.run(body, body, body)
-    assert not fake.races
-    assert not fake.excess()
+    assert (fake.races, fake.excess()) == ([], {})
 
 
 def test_vllms_synchronised_switches_order_both_ways(fake: Streams) -> None:
@@ -173,8 +166,7 @@ def test_a_plain_point_before_a_launch_waits_for_what_the_others_compute(fake: S
         fake.launch(f"send {lane}", reads=f"x{lane}", writes=f"y{lane}")
 
     fake.run(body, body)
-    assert not fake.races
-    assert fake.excess() == {"send 0": ["write 1"]}
+    assert (fake.races, fake.excess()) == ([], {"send 0": ["write 1"]})
 
 
 def test_switching_to_where_one_is_waits_for_nobody(fake: Streams) -> None:
@@ -194,8 +186,7 @@ def test_switching_to_where_one_is_waits_for_nobody(fake: Streams) -> None:
         fake.work("send 1", reads=["z"])
 
     fake.run(sends, computes)
-    assert not fake.races
-    assert not fake.excess()
+    assert (fake.races, fake.excess()) == ([], {})
     assert fake.log.count("1 record compute") <= 2
 
 
@@ -312,8 +303,7 @@ def test_a_mark_after_the_hand_off_costs_overlap(fake: Streams, monkeypatch: pyt
     """What once cost vLLM most of its overlap."""
     monkeypatch.setattr(UBatchContext, "mark_compute", lambda self: False)
     fake.run(*[switching(fake, 1)] * 2)
-    assert not fake.races
-    assert fake.excess() == {"send 0.0": ["write 1.0"]}
+    assert (fake.races, fake.excess()) == ([], {"send 0.0": ["write 1.0"]})
 
 
 def test_overwriting_what_is_being_sent_is_a_race(fake: Streams) -> None:

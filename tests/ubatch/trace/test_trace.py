@@ -146,7 +146,7 @@ def test_cpu_time_is_counted_once(pool: LanePool, recv: Recv) -> None:
         for _ in range(3):
             burn(0.002)
             dbo_maybe_run_recv_hook()
-            transfer: Transfer[None] = Transfer("t", [BurningWork(0.002)], lambda: None)
+            transfer: Transfer[None] = Transfer("t", [BurningWork()], lambda: None)
             dbo_register_recv_hook(transfer.wait)
             dbo_yield()
             burn(0.002)
@@ -171,12 +171,8 @@ def burn(seconds: float) -> None:
 class BurningWork(FinishedWork):
     """A transport whose wait copies."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
     def wait(self, timeout: Any = None) -> bool:
-        burn(self.seconds)
+        burn(0.002)
         return True
 
 
@@ -350,8 +346,11 @@ def test_the_wrapper_counts_steps_and_records_unsplit_calls() -> None:
         assert wrapper(torch.zeros(4)).tolist() == [0, 0, 1, 1]
         assert wrapper(torch.zeros(2)).tolist() == [0, 0]
     assert trace.step == 3
-    lanes = [{span.lane for span in trace.spans if span.step == step} for step in (1, 2, 3)]
-    assert lanes == [{UNSPLIT}, {0, 1}, {UNSPLIT}]
+    assert [{span.lane for span in trace.spans if span.step == step} for step in (1, 2, 3)] == [
+        {UNSPLIT},
+        {0, 1},
+        {UNSPLIT},
+    ]
     assert {event.step for event in trace.events} == {2}
 
     first = [span for span in trace.spans if span.step == 1]

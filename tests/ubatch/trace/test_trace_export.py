@@ -70,8 +70,7 @@ def test_summary_of_an_overlapped_and_an_unsplit_step() -> None:
 
 
 def test_summary_without_communication_hides_all_there_was() -> None:
-    assert summarise([]) == TraceSummary(0, 0, 0, 0, 0)
-    assert summarise(OVERLAPPED[:1]).hidden_fraction == 1.0
+    assert (summarise([]), summarise(OVERLAPPED[:1]).hidden_fraction) == (TraceSummary(0, 0, 0, 0, 0), 1.0)
 
 
 @pytest.mark.long
@@ -79,11 +78,9 @@ def test_summary_without_communication_hides_all_there_was() -> None:
 def test_summary_equals_a_count_of_moments(spans: list[Span]) -> None:
     waiting, on_link = moments(spans, WAIT), moments(spans, TRANSFER)
     computing = moments(spans, COMPUTE) - waiting
-    summary = summarise(iter(spans))
-    assert summary.compute_s == len(computing)
-    assert summary.communication_s == len(on_link)
-    assert summary.hidden_s == len(computing & on_link)
-    assert summary.exposed_s == len(waiting)
+    found = summarise(iter(spans))
+    lengths = tuple(map(len, (computing, on_link, computing & on_link, waiting)))
+    assert (found.compute_s, found.communication_s, found.hidden_s, found.exposed_s) == lengths
 
 
 @given(st.lists(ticks, max_size=6), st.lists(ticks, max_size=6))
@@ -119,17 +116,10 @@ def events_of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
 
-def row_names(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
-    return {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events_of(trace, "M")
-        if event["name"] == "thread_name"
-    }
-
-
 def test_chrome_rows_and_times() -> None:
     trace = {"traceEvents": chrome_events(UNSPLIT_STEP + OVERLAPPED, rank=3, origin=90.0)}
-    names = row_names(trace)
+    named = [event for event in events_of(trace, "M") if event["name"] == "thread_name"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
     assert list(names.values()) == ["steps", "unsplit", "lane 0", "lane 1", "link", "link (2)"]
     assert {rank for rank, _ in names} == {3}
 

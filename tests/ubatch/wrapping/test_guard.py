@@ -24,14 +24,10 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_grad")]
 KEEPS_STATE = DeclineReason.MODULE_KEEPS_STATE
 
 
-def add_attribute(module: Late, x: Tensor) -> None:
-    module.last = len(x)
-
-
 ACTS: dict[str, tuple[Callable[[Any, Tensor], object], DeclineReason]] = {
     "a counter": (lambda m, x: setattr(m, "count", m.count + 1), KEEPS_STATE),
     "a counter of another class": (lambda m, x: setattr(m, "count", float(m.count + 1)), KEEPS_STATE),
-    "a new attribute": (add_attribute, KEEPS_STATE),
+    "a new attribute": (lambda m, x: setattr(m, "last", len(x)), KEEPS_STATE),
     "a list": (lambda m, x: m.items.append(len(x)), KEEPS_STATE),
     "a dict": (lambda m, x: m.own.update(calls=m.own["calls"] + 1), KEEPS_STATE),
     "a buffer": (lambda m, x: m.seen.add_(1), KEEPS_STATE),
@@ -111,8 +107,7 @@ def test_a_flag_proves_for_itself() -> None:
         for value in (*values, *values):
             x = torch.randn(8, 3)
             torch.testing.assert_close(wrapper(x, value), module(x, value))
-        assert wrapper.statistics().proved == 7
-        assert wrapper.statistics().engaged == 7
+        assert (wrapper.statistics().proved, wrapper.statistics().engaged) == (7, 7)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,6 @@ def count_on_a_tensor(module: Any) -> None:
     module.linear.bias.calls = getattr(module.linear.bias, "calls", 0) + 1
 
 
-def count_in_a_list(module: Any) -> None:
-    module.many[-1] += 1
-
-
 def count_in_c(module: Any) -> None:
     module.shared.value += 1
 
@@ -52,8 +48,12 @@ UNSEEN: dict[str, tuple[Callable[[Any], object], Callable[[Any], float], float]]
     "a write to a large inference tensor": (write_in_inference_mode, lambda m: m.held[0].item(), 2),
     "an attribute of a tensor": (count_on_a_tensor, lambda m: getattr(m.linear.bias, "calls", 0), 2),
     "a write to a large array": (lambda m: m.array.__iadd__(1), lambda m: m.array[0], 2),
-    "a container of very many items": (count_in_a_list, lambda m: m.many[-1], 2),
-    "what an object in C keeps to itself": (count_in_c, lambda m: m.shared.value, 2),
+    "a container of very many items": (lambda m: m.many.append(m.many.pop() + 1), lambda m: m.many[-1], 2),
+    "what an object in C keeps to itself": (
+        lambda m: setattr(m.shared, "value", m.shared.value + 1),
+        lambda m: m.shared.value,
+        2,
+    ),
     "a gradient that the call computes": (learn, gradient, 2),
     "an effect outside of the module": (lambda m: OUTSIDE.append(1), lambda m: len(OUTSIDE), 2),
     "a switch that the second lane turns back": (
@@ -76,8 +76,7 @@ def test_what_is_done_in_every_lane_unseen(what: str) -> None:
         module.late()[0] = True
         before = read(module)
         wrapper(rows(8))
-        assert wrapper.statistics().engaged == 2
-        assert read(module) - before == pytest.approx(changed)
+        assert (wrapper.statistics().engaged, read(module) - before) == (2, pytest.approx(changed))
 
 
 def test_what_another_thread_sets_during_a_call_that_is_put_back() -> None:

@@ -75,15 +75,11 @@ def proving(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_ranks_prove_together() -> None:
     first, second = run_ranks(proving, 2)
-    assert first["alike"] == second["alike"] == (2, 1, {})
-    assert first["idle"] == second["idle"] == (3, 2, {})
-    assert first["alone"] == (0, 0, {PEER: 4})
-    assert second["alone"] == (0, 0, {DeclineReason.ROWS_DEPEND: 4})
-    assert first["raising"] == (0, 0, {PEER: 4})
-    assert second["raising"] == (0, 0, {DeclineReason.LANE_FAILED: 4})
-    assert first["drawing"] == (0, 0, {PEER: 4})
-    assert second["drawing"] == (0, 0, {DeclineReason.DRAWS_RANDOM: 4})
-    assert first["and the group is as good as new"] == second["and the group is as good as new"] == (1, 1, {})
+    both = {"alike": (2, 1, {}), "idle": (3, 2, {}), "and the group is as good as new": (1, 1, {})}
+    reason = DeclineReason
+    why = {"alone": reason.ROWS_DEPEND, "raising": reason.LANE_FAILED, "drawing": reason.DRAWS_RANDOM}
+    assert first == {**both, **{name: (0, 0, {PEER: 4}) for name in why}}
+    assert second == {**both, **{name: (0, 0, {own: 4}) for name, own in why.items()}}
 
 
 def several_groups(rank: int, world_size: int) -> tuple[int, int, dict[Any, int]]:
@@ -102,15 +98,12 @@ def several_groups(rank: int, world_size: int) -> tuple[int, int, dict[Any, int]
         for _ in range(3):
             x = torch.randn(6, 3)
             torch.testing.assert_close(wrapper(x), x * world_size + world_size)
-    assert voting.broken is None
-    assert data.broken is None
+    assert [group.broken for group in (voting, data)] == [None, None]
     return seen(wrapper)
 
 
 def test_every_group_of_the_step_is_reset() -> None:
-    first, second = run_ranks(several_groups, 2)
-    assert first == (0, 0, {DeclineReason.LANE_FAILED: 3})
-    assert second == (0, 0, {PEER: 3})
+    assert run_ranks(several_groups, 2) == [(0, 0, {DeclineReason.LANE_FAILED: 3}), (0, 0, {PEER: 3})]
 
 
 def required(rank: int, world_size: int) -> list[str]:

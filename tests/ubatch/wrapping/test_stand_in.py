@@ -124,13 +124,11 @@ def has_twin(wrapper: UBatchWrapper) -> bool:
 
 
 def test_data_makes_no_twin(model: Rich, wrapper: UBatchWrapper) -> None:
-    assert wrapper.scale == 2.0
+    assert (wrapper.scale, wrapper.plain(), wrapper.kind()) == (2.0, 3, Rich)
     assert wrapper.linear is model.linear
     assert wrapper.linear.weight is model.linear.weight
     assert wrapper.shift is model.shift
     assert wrapper.training is False
-    assert wrapper.plain() == 3
-    assert wrapper.kind() is Rich
     assert wrapper.seen is model.seen
     with pytest.raises(AttributeError, match="'Rich' object has no attribute 'absent'"):
         wrapper.absent  # noqa: B018
@@ -178,8 +176,7 @@ def test_methods_know_their_class(model: Rich, wrapper: UBatchWrapper) -> None:
     assert type(clone) is Rich
     clone.scale = 7.0
     assert (model.scale, clone.linear) == (2.0, model.linear), "a shallow copy, as the module's own"
-    assert wrapper.count() == 1
-    assert wrapper.me.count() == 1
+    assert (wrapper.count(), wrapper.me.count()) == (1, 1)
 
 
 def test_methods_go_through_the_wrapper_however_they_are_kept(model: Rich, wrapper: UBatchWrapper) -> None:

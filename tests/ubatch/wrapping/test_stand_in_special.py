@@ -59,10 +59,8 @@ def test_a_sequence_of_modules() -> None:
     first, second, third = nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)
     model = nn.Sequential(first, second)
     with wrapped(model) as wrapper:
-        assert len(wrapper) == 2
-        assert list(wrapper) == [first, second]
-        assert wrapper[0] is first
-        assert wrapper[-1] is second
+        assert (len(wrapper), list(wrapper)) == (2, [first, second])
+        assert (wrapper[0], wrapper[-1]) == (first, second)
         assert type(wrapper[0:1]) is nn.Sequential
         assert second in wrapper
         assert third not in wrapper
@@ -77,8 +75,7 @@ def test_a_sequence_of_modules() -> None:
         assert [type(each) for each in model] == [nn.Linear, nn.Linear, nn.ReLU]
         both = wrapper + nn.Sequential(second)
         assert (type(both), len(both)) == (nn.Sequential, 4)
-        assert len(wrapper + wrapper) == 6
-        assert len(2 * wrapper) == 6
+        assert (len(wrapper + wrapper), len(2 * wrapper)) == (6, 6)
         wrapper *= 2
         assert (wrapper, len(model)) == (same, 6)
         with pytest.raises(IndexError, match="out of range"):
@@ -105,11 +102,8 @@ def test_other_containers() -> None:
 def test_operators(model: Special, wrapper: UBatchWrapper) -> None:
     other = Special(3)
     assert bool(wrapper) is True
-    assert int(wrapper) == 2
-    assert (wrapper < other, other < wrapper, wrapper > other) == (True, False, False)
-    assert f"{wrapper:size }" == "size 2"
-    assert (wrapper[1], wrapper["key"]) == (3, "key?")
-    assert list(wrapper) == [0, 1]
+    assert (int(wrapper), wrapper < other, other < wrapper, wrapper > other) == (2, True, False, False)
+    assert (f"{wrapper:size }", wrapper[1], wrapper["key"], list(wrapper)) == ("size 2", 3, "key?", [0, 1])
     assert wrapper >> 1 is wrapper
     same = wrapper
     wrapper += 2
@@ -144,8 +138,7 @@ def test_asynchronous_methods(model: Special, wrapper: UBatchWrapper) -> None:
     async def use() -> None:
         async with wrapper as entered:
             assert entered is wrapper
-        assert await wrapper == 2
-        assert [number async for number in wrapper] == [0, 1]
+        assert (await wrapper, [number async for number in wrapper]) == (2, [0, 1])
         assert await wrapper.loaded() is wrapper
         assert [number async for number in wrapper.stream()] == [3]
 
@@ -260,8 +253,7 @@ def test_own_methods_are_watched(model: Special, telling: Telling) -> None:
     telling.twice(X)
     assert telling.told() == ["twice begins", "call", "call", "twice ends"], "the methods inside are the module's"
     telling.kept()
-    assert telling.told() == ["kept begins", "kept ends"]
-    assert model.size == 5
+    assert (telling.told(), model.size) == (["kept begins", "kept ends"], 5)
 
 
 def test_special_methods_are_watched(telling: Telling) -> None:
@@ -287,13 +279,11 @@ def test_code_that_runs_later_is_told_when_it_is_asked_for(telling: Telling, nam
     if name == "loaded":
         assert asyncio.run(later) is telling
     if name in ("rows", "stored"):
-        assert len(list(later)) == 4
-        assert telling.told() == ["call"]
+        assert (len(list(later)), telling.told()) == (4, ["call"])
 
 
 def test_iteration_is_no_change(telling: Telling) -> None:
-    assert list(telling) == [0, 1]
-    assert telling.told() == ["__iter__ begins", "__iter__ ends"]
+    assert (list(telling), telling.told()) == ([0, 1], ["__iter__ begins", "__iter__ ends"])
 
 
 def test_an_error_goes_through_the_watch(model: Special) -> None:

@@ -78,8 +78,7 @@ def test_statistics_are_a_frozen_snapshot(wrapper: UBatchWrapper) -> None:
     after = wrapper.statistics()
     why = "below_prefill_threshold: 1 tokens are below the prefill threshold of 2."
     declined = {DeclineReason.BELOW_PREFILL_THRESHOLD: 1}
-    assert after == ubatch.UBatchStatistics(2, 1, declined, switches, 2, why)
-    assert before.calls == 0
+    assert (before.calls, after) == (0, ubatch.UBatchStatistics(2, 1, declined, switches, 2, why))
     with pytest.raises(dataclasses.FrozenInstanceError):
         after.calls = 3  # type: ignore[misc]
 
@@ -150,8 +149,7 @@ def test_calls_of_several_threads_run_whole_beside_each_other() -> None:
         threading.Timer(0.1, slow.leave.set).start()
         assert torch.equal(wrapper(y), y * 2)
         assert torch.equal(result.result(20), x * 2)
-        assert seen(wrapper) == (1, 0, {DeclineReason.CONCURRENT_CALL: 1})
-        assert wrapper.statistics().calls == 2
+        assert (wrapper.statistics().calls, seen(wrapper)) == (2, (1, 0, {DeclineReason.CONCURRENT_CALL: 1}))
 
 
 def test_many_threads_lose_no_call() -> None:
@@ -216,8 +214,7 @@ def test_state_parameters_and_modes_are_the_modules(model: Model, wrapper: UBatc
     with pytest.raises(RuntimeError, match="Missing key"):
         wrapper.load_state_dict({})
     assert wrapper.eval() is wrapper
-    assert not wrapper.training
-    assert not model.layers[0].training
+    assert (wrapper.training, model.layers[0].training) == (False, False)
     assert wrapper.train() is wrapper
     assert model.training
     assert wrapper.to(torch.float64) is wrapper
@@ -298,8 +295,7 @@ def test_copies_are_wrappers_of_copies(wrapper: UBatchWrapper, duplicate: Callab
     made = duplicate(nn.Sequential(wrapper) if nested else wrapper)
     other = made[0] if nested else made
     assert type(other) is UBatchWrapper
-    assert other.ubatch_config == wrapper.ubatch_config
-    assert other.statistics().calls == 0
+    assert (other.ubatch_config, other.statistics().calls) == (wrapper.ubatch_config, 0)
     assert torch.equal(made(x), expected)
     assert other.statistics().engaged == 1
     other.layers[0].weight.data.zero_()

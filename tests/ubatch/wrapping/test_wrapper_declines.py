@@ -57,9 +57,7 @@ def test_a_forward_context_says_the_mode(mode: ForwardMode, engages: bool) -> No
         assert wrapper.statistics().engaged == engages
 
 
-NOISY = made(
-    lambda self, x: nn.functional.dropout(x, self.attention_dropout, self.training), attention_dropout=lambda: 0.1
-)
+NOISY = made(lambda m, x: nn.functional.dropout(x, m.attention_dropout, m.training), attention_dropout=lambda: 0.1)
 """Draws random numbers in training, by an attribute and not by a module."""
 
 
@@ -90,8 +88,7 @@ def encoder() -> nn.Module:
 
 @functools.cache
 def scripted() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # jit is deprecated, and in use
+    with warnings.catch_warnings(action="ignore"):  # jit is deprecated, and in use
         return torch.jit.script(nn.Linear(4, 4))
 
 
@@ -261,8 +258,7 @@ def test_token_slices_cut_flat_arguments_where_they_say() -> None:
         with set_forward_context(context):
             result = wrapper(torch.zeros(8, 2), positions=torch.arange(8))
             assert ubatch.get_forward_context() is context
-        assert result[:, 0].tolist() == [0.0] * 4 + [1.0] * 4
-        assert notes == [*lanes]
+        assert (result[:, 0].tolist(), notes) == ([0.0] * 4 + [1.0] * 4, [*lanes])
         assert wrapper.statistics().engaged == 1
 
 
@@ -293,28 +289,24 @@ def slices_of(*bounds: tuple[int, int]) -> tuple[UBatchSlice, ...]:
 HALVES = slices_of((0, 3), (3, 6))
 
 
+def cut(*bounds: tuple[int, int], **others: Any) -> ForwardContext:
+    return ForwardContext(ubatch_slices=slices_of(*bounds), **others)
+
+
 @pytest.mark.parametrize(
     ("context", "error", "message"),
     [
-        (ForwardContext(ubatch_slices=slices_of((0, 6))), SplitError, "needs 2 to 8 slices, not 1"),
+        (cut((0, 6)), SplitError, "needs 2 to 8 slices, not 1"),
+        (cut((0, 2), (3, 6)), SplitError, "slice 1 .* starts at token 3.* ends at 2"),
+        (cut((1, 3), (3, 6)), SplitError, "slice 0 .* starts at token 1"),
+        (cut((0, 4), (3, 6)), SplitError, "every token must be in exactly one"),
+        (cut((0, 3), (3, 7)), SplitError, "cover 7 tokens.* have 6 rows"),
         (
-            ForwardContext(ubatch_slices=slices_of((0, 2), (3, 6))),
-            SplitError,
-            "slice 1 .* starts at token 3.* ends at 2",
-        ),
-        (ForwardContext(ubatch_slices=slices_of((1, 3), (3, 6))), SplitError, "slice 0 .* starts at token 1"),
-        (ForwardContext(ubatch_slices=slices_of((0, 4), (3, 6))), SplitError, "every token must be in exactly one"),
-        (ForwardContext(ubatch_slices=slices_of((0, 3), (3, 7))), SplitError, "cover 7 tokens.* have 6 rows"),
-        (
-            ForwardContext(ubatch_slices=HALVES, lane_contexts=(ForwardContext(),)),
+            cut((0, 3), (3, 6), lane_contexts=(ForwardContext(),)),
             ubatch.ConfigError,
             "2 ubatch_slices need as many lane_contexts, not 1",
         ),
-        (
-            ForwardContext(ubatch_slices=HALVES, attn_metadata="plan"),
-            ubatch.ConfigError,
-            "needs lane_contexts, one per slice",
-        ),
+        (cut((0, 3), (3, 6), attn_metadata="plan"), ubatch.ConfigError, "needs lane_contexts, one per slice"),
         (
             ForwardContext(decision=Decision(True, None, None, ((3, 3),))),
             SplitError,
@@ -366,5 +358,4 @@ def test_a_vote_that_said_no_is_obeyed() -> None:
     module = Plain(identity)
     with wrapped(module) as wrapper, set_forward_context(ForwardContext(ubatch_slices=HALVES, decision=no)):
         wrapper(x_of())
-        assert len(module.calls) == 1
-        assert wrapper.statistics().declined == {DeclineReason.PEER_DECLINED: 1}
+        assert (len(module.calls), wrapper.statistics().declined) == (1, {DeclineReason.PEER_DECLINED: 1})
