@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import COMMON
 from torch import nn
 from transformers import (
     DeepseekV2Config,
@@ -28,21 +29,8 @@ from moe import EmulatedLink, ExpertParallelMoE, UnsupportedModelError, expert_p
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id, tracing
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+SIZES = {**COMMON, **HEADS, "hidden_size": 16, "intermediate_size": 24, "num_experts_per_tok": 2}
 
 
 def qwen3_moe(**changes: Any) -> nn.Module:

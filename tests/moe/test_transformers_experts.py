@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import COMMON
 from repository import TINY_MOE
 from sharded_cases import LAYOUTS, check_calls, check_generate, hidden_transfers, load, prompts, wrapped
 from torch import nn
@@ -29,20 +30,7 @@ from moe.transformers_parallel import _LocalExperts, _shares
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, GradientError, Schedule, SpanKind
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
+SIZES = {**COMMON, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 
 
 def qwen2_moe() -> nn.Module:

@@ -182,36 +182,31 @@ def test_half_precision_is_close_or_refused(bench: Bench, dtype: torch.dtype) ->
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=5),
-    option=st.sampled_from([None, *OPTIONS]),
-    mode=st.sampled_from([None, ForwardMode.DRAFT_EXTEND]),
-    drafts=st.sampled_from([None, None, "chain", "tree"]),
     place=st.integers(0, 2),
-    fp8=st.booleans(),
-    padding=st.integers(0, 2),
-    seed=st.integers(0, 99),
+    drawn=st.fixed_dictionaries(
+        {
+            "option": st.sampled_from([None, *OPTIONS]),
+            "mode": st.sampled_from([None, ForwardMode.DRAFT_EXTEND]),
+            "drafts": st.sampled_from([None, None, "chain", "tree"]),
+            "fp8": st.booleans(),
+            "padding": st.integers(0, 2),
+            "seed": st.integers(0, 99),
+        }
+    ),
 )
-def test_any_batch(
-    bench: Bench,
-    requests: list[tuple[int, int]],
-    option: str | None,
-    mode: ForwardMode | None,
-    drafts: Any,
-    place: int,
-    fp8: bool,
-    padding: int,
-    seed: int,
-) -> None:
-    requests = [(prefix if new else 0, new) for prefix, new in requests]
-    if drafts and requests and takes(bench, drafts):
+def test_any_batch(bench: Bench, requests: list[tuple[int, int]], place: int, drawn: dict[str, Any]) -> None:
+    requests, options = [(prefix if new else 0, new) for prefix, new in requests], dict(drawn)
+    if options["drafts"] and requests and takes(bench, options["drafts"]):
         number = requests[0][1] or 3
-        requests, mode = [*((prefix, number) for prefix, _ in requests), *[(0, 0)] * padding], None
+        requests = [*((prefix, number) for prefix, _ in requests), *[(0, 0)] * options["padding"]]
+        options["mode"] = None
     else:
-        drafts = None
-    option = None if bench.mla or (option and bench.lacks(option)) else option
+        options["drafts"] = None
+    if bench.mla or (options["option"] and bench.lacks(options["option"])):
+        options["option"] = None
+    options["fp8"] = options["fp8"] and bench.traits.fp8
     sizes = bench.traits.block_sizes or (1, 4, 16)
-    options: dict[str, Any] = {"fp8": fp8 and bench.traits.fp8, "drafts": drafts, "mode": mode}
-    options |= {"padding": padding, "seed": seed}
-    check(bench, bench.batch(requests, option=option, block_size=sizes[place % len(sizes)], **options))
+    check(bench, bench.batch(requests, block_size=sizes[place % len(sizes)], **options))
 
 
 @pytest.mark.sample(4)

@@ -135,38 +135,32 @@ def test_every_kind_of_instructions_over_latents(shape: MLAShape, block_size: in
     assert own.square().mean() < 1.05 * others.square().mean()
 
 
+def grouped_shape(group: int, kv_heads: int, head_dim: int, **options: Any) -> AttentionShape:
+    return AttentionShape(group * kv_heads, kv_heads, head_dim, **options)
+
+
 @given(
     requests=st.lists(st.tuples(st.integers(0, 140), st.sampled_from([1, 1, 1, 0, 5, 60])), max_size=8),
-    group=st.integers(1, 8),
-    kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([3, 8, 16, 20, 64]),
-    value_dim=st.sampled_from([None, None, 6, 16, 80]),
-    window=st.sampled_from([None, None, 1, 7, 33, 64]),
-    options=st.fixed_dictionaries(
-        {"scale": st.sampled_from([None, 0.4]), "soft_cap": st.sampled_from([None, 1.5]), "sinks": st.booleans()}
+    shape=st.builds(
+        grouped_shape,
+        group=st.integers(1, 8),
+        kv_heads=st.integers(1, 3),
+        head_dim=st.sampled_from([3, 8, 16, 20, 64]),
+        v_head_dim=st.sampled_from([None, None, 6, 16, 80]),
+        sliding_window=st.sampled_from([None, None, 1, 7, 33, 64]),
+        scale=st.sampled_from([None, 0.4]),
+        soft_cap=st.sampled_from([None, 1.5]),
+        sinks=st.booleans(),
     ),
-    block_size=st.sampled_from([1, 16, 64]),
-    padding=st.integers(0, 3),
-    seed=st.integers(0, 99),
+    options=st.fixed_dictionaries(
+        {"block_size": st.sampled_from([1, 16, 64]), "padding": st.integers(0, 3), "seed": st.integers(0, 99)}
+    ),
 )
-@example([(LONG, 1), (3, 1), (0, 5)], 5, 2, 64, 80, None, {}, 16, 1, 0)
-@example([(LONG, 1), (LONG - 45, 1)], 4, 1, 20, None, None, {"soft_cap": 1.5, "sinks": True}, 64, 0, 0)
-def test_any_batch(
-    requests: list[tuple[int, int]],
-    group: int,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int | None,
-    window: int | None,
-    options: dict[str, Any],
-    block_size: int,
-    padding: int,
-    seed: int,
-) -> None:
+@example([(LONG, 1), (3, 1), (0, 5)], AttentionShape(10, 2, 64, v_head_dim=80), {"block_size": 16, "padding": 1})
+@example([(LONG, 1), (LONG - 45, 1)], AttentionShape(4, 1, 20, soft_cap=1.5, sinks=True), {"block_size": 64})
+def test_any_batch(requests: list[tuple[int, int]], shape: AttentionShape, options: dict[str, int]) -> None:
     """Against `torch`, which is quicker than the oracle: long, with sizes of every kind."""
-    requests = [(prefix if new else 0, new) for prefix, new in requests]
-    shape = AttentionShape(group * kv_heads, kv_heads, head_dim, sliding_window=window, v_head_dim=value_dim, **options)
-    batch = make_batch(requests, shape=shape, block_size=block_size, padding=padding, seed=seed)
+    batch = make_batch([(prefix if new else 0, new) for prefix, new in requests], shape=shape, **options)
     torch.testing.assert_close(run(batch), run(batch, "torch"), atol=5e-6, rtol=1e-5)
 
 

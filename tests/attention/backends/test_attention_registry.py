@@ -101,22 +101,16 @@ def test_auto_passes_over_what_this_model_cannot_use(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("capability", "mha", "mla"),
-    [
-        ((8, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "triton", "torch"]),
-        ((9, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "triton", "torch"]),
-        ((10, 0), ["trtllm_mha", "flashinfer", "triton", "torch"], ["trtllm_mla", "flashinfer", "triton", "torch"]),
-        ((10, 3), ["trtllm_mha", "flashinfer", "triton", "torch"], ["trtllm_mla", "flashinfer", "triton", "torch"]),
-        ((12, 0), ["flashinfer", "triton", "torch"], ["flashinfer", "triton", "torch"]),
-    ],
+    ("capability", "trtllm"), [((8, 0), False), ((9, 0), False), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
 )
 def test_auto_prefers_the_fastest_kernels_that_the_gpu_has(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], mha: list[str], mla: list[str]
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], trtllm: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object())
-    gpu = torch.device("cuda")
-    assert (registry._candidates(MHA, gpu), registry._candidates(MLA, gpu)) == (mha, mla)
+    gpu, everywhere = torch.device("cuda"), ["flashinfer", "triton", "torch"]
+    assert registry._candidates(MHA, gpu) == ["trtllm_mha"] * trtllm + everywhere
+    assert registry._candidates(MLA, gpu) == ["trtllm_mla"] * trtllm + everywhere
     monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
     assert registry._candidates(MHA, gpu) == registry._candidates(MLA, gpu) == ["torch"]
 

@@ -107,9 +107,7 @@ def test_any_mask_is_obeyed_also_a_row_that_sees_nothing(bench: Bench, number: i
     mask = torch.rand(verify.custom_mask.shape, generator=torch.Generator().manual_seed(1)) < 0.4
     mask[: 9 + number] = False  # the first draft
     batch = replace(batch, metadata=replace(batch.metadata, spec_verify=replace(verify, custom_mask=mask)))
-    plan: Any = check(bench, batch)
-    again: Any = batch
-    assert not again.forward(plan)[0].any()
+    assert not batch.forward(check(bench, batch))[0].any()
 
 
 def test_a_chain_equals_a_tree_without_branches() -> None:
@@ -230,11 +228,8 @@ def test_the_reference_equals_dense_attention(option: str) -> None:
 def test_the_reference_follows_a_tree() -> None:
     """Each draft's result is what it had alone at the end of its own branch."""
     batch = make_batch([(6, 5)], drafts="tree", seed=3)
-    verify = batch.metadata.spec_verify
-    assert verify is not None
-    mask = verify.mask_of(0)
-    assert mask is not None
-    out = batch.expected()
+    verify: Any = batch.metadata.spec_verify
+    mask, out = verify.mask_of(0), batch.expected()
     for draft in range(5):
         branch = mask[draft, 6:].nonzero().flatten()
         alone = make_batch([(6, len(branch))], seed=3)
@@ -257,14 +252,12 @@ def test_parts_merge_to_the_whole(
     mask[0, :, :, 4:7] = -torch.inf  # one request's second part is empty
     whole, whole_lse = softmax_attention(q, k, v, scale=1.0, mask=mask, sinks=sinks)
     monkeypatch.setattr(attention_lse, "_SCORE_BYTES", score_bytes)
-    state = None
+    state: Any = None
     for start, stop in ((0, 4), (4, 7), (7, 10)):
         keys, values, hidden = k[:, :, start:stop], v[:, :, start:stop], mask[..., start:stop]
         part = softmax_attention(q, keys, values, scale=1.0, mask=hidden, sinks=sinks if start == 0 else None)
         state = part if state is None else merge_states(*state, *part)
-    assert state is not None
-    torch.testing.assert_close(state[0], whole, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(state[1], whole_lse, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(state, (whole, whole_lse), atol=2e-6, rtol=1e-5)
 
 
 def test_an_empty_state_weighs_nothing_whatever_it_holds() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_batches import Batch, fp8_scales, make_batch, make_mla_batch
+from attention_batches import fp8_scales, make_batch, make_mla_batch
 from attention_conformance import GRAPHS, LIMITS, Bench, check, check_replays, refused
 from triton_batches import DEVICE, numbers
 
@@ -240,22 +240,6 @@ def test_new_tokens_are_stored_in_one_kernel_where_there_is_one(fused: bool, mon
             torch.testing.assert_close(written.blocks(0).cpu(), wanted.blocks(0))
 
 
-def paged(batch: Batch, cache: PagedKVCache) -> PagedLayer:
-    of = batch.metadata
-    requests = PagedBatch(of.num_reqs, of.query_start_loc, of.seq_lens, of.block_table)
-    return PagedLayer(batch.shape, cache, 0, requests, batch.sinks)
-
-
-def written(requests: list[tuple[int, int]], *, sinks: bool) -> tuple[Batch, Batch, PagedKVCache]:
-    """A batch, the same on the device, and a cache there that has the new tokens, too."""
-    shape = AttentionShape(4, 2, 8, sinks=sinks)
-    batch = make_batch(requests, shape=shape, mode=ForwardMode.MIXED)
-    there = batch.on(DEVICE)
-    cache = there.new_cache()
-    write_kv(cache, 0, there.k, there.v, there.metadata.slot_mapping)
-    return batch, there, cache
-
-
 @pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("heads", [(4, 2, 8), (3, 3, 24)], ids=["pow2", "odd"])
 def test_keys_and_values_are_written_and_padding_is_not(fp8: bool, heads: tuple[int, int, int]) -> None:
@@ -314,8 +298,7 @@ def test_tiles_cover_every_query_once(lens: list[int], queries_per_tile: int, mi
 
 def test_tree_masks_are_found_behind_those_of_earlier_requests() -> None:
     batch = make_batch([(7, 3), (2, 3), (11, 3), (0, 0)], drafts="tree")
-    verify = batch.metadata.spec_verify
-    assert verify is not None
+    verify: Any = batch.metadata.spec_verify
     offsets = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
     plan_mask_offsets(offsets, batch.metadata.seq_lens.to(DEVICE), 4, verify.num_draft_tokens)
     assert tuple(offsets.tolist()) == verify.mask_offsets
@@ -324,27 +307,24 @@ def test_tree_masks_are_found_behind_those_of_earlier_requests() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
-def test_split_decode_gives_each_request_its_output(num_splits: int, sinks: bool) -> None:
-    """Also with more splits than keys; a request with more queries is left alone."""
-    batch, there, cache = written([(50, 1), (3, 1), (8, 3), (20, 2)], sinks=sinks)
-    out = torch.full((7, 4, 8), 7.0, device=DEVICE)
+def test_each_kernel_gives_its_requests_their_output_and_leaves_the_others_alone(num_splits: int, sinks: bool) -> None:
+    """Decode with more splits than keys, too; prefill behind prefixes, over several tiles of queries and keys."""
+    requests = [(50, 1), (3, 1), (37, 9), (5, 1), (20, 2), (0, 18)]
+    batch = make_batch(requests, shape=AttentionShape(4, 2, 8, sinks=sinks), mode=ForwardMode.MIXED)
+    there, expected = batch.on(DEVICE), batch.expected()
+    cache, of = there.new_cache(), there.metadata
+    write_kv(cache, 0, there.k, there.v, of.slot_mapping)
+    paged = PagedBatch(of.num_reqs, of.query_start_loc, of.seq_lens, of.block_table)
+    layer = PagedLayer(there.shape, cache, 0, paged, there.sinks)
+    decoded, prefilled = torch.full((2, *there.q.shape), 7.0, device=DEVICE)
     splits = DecodeSplits(2, num_splits)
-    workspace = torch.full((splits.workspace_numbers(batch.shape, 4),), torch.nan, device=DEVICE)
-    decode_attention(there.q, out, paged(there, cache), splits, workspace)
-    expected = batch.expected()
-    expected[2:5] = 7
-    torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-def test_paged_prefill_gives_each_request_its_output(sinks: bool) -> None:
-    """Behind prefixes, over several tiles of queries and keys; requests without a tile are left alone."""
-    batch, there, cache = written([(37, 9), (5, 1), (0, 18)], sinks=sinks)
-    size, out = TileSize.prefill(batch.shape, torch.float32), torch.full((28, 4, 8), 7.0, device=DEVICE)
-    queries = size.queries(batch.shape)
-    tiles = torch.zeros(num_tiles(3, 28, queries), 2, dtype=torch.int32, device=DEVICE)
-    plan_tiles(tiles, there.metadata.query_start_loc, 3, queries, min_queries=2)
-    prefill_attention(there.q, out, paged(there, cache), tiles, size)
-    expected = batch.expected()
-    expected[9] = 7
-    torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
+    workspace = torch.full((splits.workspace_numbers(there.shape, len(requests)),), torch.nan, device=DEVICE)
+    decode_attention(there.q, decoded, layer, splits, workspace)
+    size = TileSize.prefill(there.shape, torch.float32)
+    queries = size.queries(there.shape)
+    tiles = torch.zeros(num_tiles(len(requests), len(there.q), queries), 2, dtype=torch.int32, device=DEVICE)
+    plan_tiles(tiles, of.query_start_loc, len(requests), queries, min_queries=2)
+    prefill_attention(there.q, prefilled, layer, tiles, size)
+    of_request = torch.tensor([new for _, new in requests for _ in range(new)])[:, None, None]
+    for out, served in ((decoded, of_request <= 2), (prefilled, of_request >= 2)):
+        torch.testing.assert_close(out.cpu(), torch.where(served, expected, 7.0), atol=1e-5, rtol=1e-5)

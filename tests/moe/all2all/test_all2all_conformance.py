@@ -49,14 +49,18 @@ def test_contract(name: str) -> None:
 # ----------------------------------------------------------------------------------------------------- broken back ends
 
 
-class Broken(LocalAll2All):
-    """`local`, with other traits."""
+class WithOtherTraits:
+    """A transport that says `others` of itself."""
 
     others: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, **place: Any) -> None:
         super().__init__(**place)
         self.traits = replace(self.traits, **self.others)
+
+
+class Broken(WithOtherTraits, LocalAll2All):
+    """`local`, with other traits."""
 
 
 class LosesAToken(Broken):
@@ -220,22 +224,16 @@ class LaunchesMoreInOneLane(TorchDistAll2All):
         return super().combine(y, handle)
 
 
-class HasMorePeersThanItSays(TorchDistAll2All):
-    def __init__(self, **place: Any) -> None:
-        super().__init__(**place)
-        self.traits = replace(self.traits, other_ranks=0)
+class HasMorePeersThanItSays(WithOtherTraits, TorchDistAll2All):
+    others = {"other_ranks": 0}  # noqa: RUF012
 
 
-class SendsEverythingEverywhere(AllGatherReduceScatterAll2All):
-    def __init__(self, **place: Any) -> None:
-        super().__init__(**place)
-        self.traits = replace(self.traits, routed=True)
+class SendsEverythingEverywhere(WithOtherTraits, AllGatherReduceScatterAll2All):
+    others = {"routed": True}  # noqa: RUF012
 
 
-class SendsWithEveryChunk(AllGatherReduceScatterAll2All):
-    def __init__(self, **place: Any) -> None:
-        super().__init__(**place)
-        self.traits = replace(self.traits, once=True)
+class SendsWithEveryChunk(WithOtherTraits, AllGatherReduceScatterAll2All):
+    others = {"once": True}  # noqa: RUF012
 
 
 ON_TWO_RANKS = {

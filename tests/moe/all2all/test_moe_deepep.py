@@ -103,7 +103,6 @@ def _layouts(rank: int, group: CommGroup) -> None:
     assert isinstance(arrived, BatchedDispatch)
     assert arrived.hidden_states.shape == (EXPERTS // 2, 2 * ROOM, HIDDEN)
     assert arrived.hidden_states.dtype is torch.float8_e4m3fn
-    assert arrived.scales is not None
     assert arrived.scales.shape == (EXPERTS // 2, 2 * ROOM, HIDDEN // 128)
     assert arrived.rows_per_expert.dtype is torch.int32
     check_layer(layer.kernel(transport("deepep_low_latency", group), "reference"), layer, routed, "reference")
@@ -195,13 +194,8 @@ def _quantised_by_the_kernel(rank: int, group: CommGroup) -> None:
     expected, expected_scales = quantize_blocks(x)
     for name in ("deepep_high_throughput", "deepep_v2"):
         with mock.patch.object(quantize, "quantize_rows", wraps=quantize.quantize_rows) as kernel:
-            check_layer(
-                layer_of().kernel(transport(name, group, use_fp8=True)),
-                layer_of(),
-                tokens_of(layer_of(), 6),
-                name,
-                True,
-            )
+            layer = layer_of()
+            check_layer(layer.kernel(transport(name, group, use_fp8=True)), layer, tokens_of(layer, 6), name, True)
             assert kernel.call_count == 1, f"{name}: for the dispatch, and for nothing else"
             payload, scales = transport(name, group, use_fp8=True).prepare(x, quantized=True).payload
         assert torch.equal(payload.float(), expected.float())
@@ -223,14 +217,13 @@ def test_signatures_are_deepeps() -> None:
         theirs = getattr(real, standin.__name__, None)
         if theirs is None:
             continue  # a DeepEP before 2 has no ElasticBuffer
-        for name, method in vars(standin).items():
+        for name in vars(standin):
             if (name.startswith("_") and name != "__init__") or not callable(getattr(standin, name)):
                 continue
             expected = inspect.signature(getattr(theirs, name)).parameters
             ours = inspect.signature(getattr(standin, name)).parameters
             defaults = {key: parameter.default for key, parameter in expected.items()}
             assert {key: ours[key].default for key in ours} == defaults, f"{standin.__name__}.{name}"
-            assert method is not None
 
 
 OVERLAP = get_schedule("mlp_shared_overlap")

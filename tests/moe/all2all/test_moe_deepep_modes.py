@@ -156,16 +156,12 @@ def _sm_budget(rank: int, group: CommGroup) -> None:
         reported[name] = obeys
 
     made = [transport(f"deepep_{name}", group) for name in ("high_throughput", "v2", "low_latency")]
+    shares = (None, 20, 24, None), (17, 16, 16, True), (1, 2, 2, False), (64, 20, 64, True)
     with (
         mock.patch.multiple("moe.all2all.deepep.base", current_sm_budget=lambda: budgets[-1], report_sm_use=report),
         mock.patch("moe.all2all.deepep.low_latency.report_sm_use", report),
     ):
-        for total, taken, of_v2, obeys in (
-            (None, 20, 24, None),
-            (17, 16, 16, True),
-            (1, 2, 2, False),
-            (64, 20, 64, True),
-        ):
+        for total, taken, of_v2, obeys in shares:
             budgets.append(None if total is None else SMBudget(132, total))
             reported.clear()
             for all2all in made:

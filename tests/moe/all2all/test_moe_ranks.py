@@ -5,7 +5,6 @@ That results are right is in `test_all2all_conformance`.
 
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -151,11 +150,6 @@ def chunked(chunks: int, own: bool, place: SharedExpert = SharedExpert.COMBINE) 
     return Schedule(name, lanes=1, chunks=chunks, chunk_dispatch=own, shared_expert=place)
 
 
-def schedules() -> Iterator[Schedule]:
-    for chunks, own in itertools.product((1, 2, 3, 4), (True, False)):
-        yield chunked(chunks, own)
-
-
 def _traffic_of_chunks(rank: int, group: CommGroup) -> None:
     """A token travels once, with the first chunk that it visits there, and its result with the last one."""
     layer = make_layer(EXPERTS, HIDDEN)
@@ -188,7 +182,7 @@ def _one_round_trip_of_counts(rank: int, group: CommGroup) -> None:
     layer = make_layer(EXPERTS, HIDDEN)
     kernel = layer.kernel(make_all2all("torch_dist", group=group, num_experts=EXPERTS))
     routed = make_tokens(layer, 6, 3, seed=rank)
-    for schedule in schedules():
+    for schedule in itertools.starmap(chunked, itertools.product((1, 2, 3, 4), (True, False))):
         _, trace = alone(group, schedule, lambda: kernel(routed.x, routed.weights, routed.ids))
         waits = [event.name for event in trace.events if event.kind == "wait" and "counts" in event.name]
         assert len(waits) == 1, f"{schedule.name}: {waits}"

@@ -51,7 +51,7 @@ def test_all_experts_can_move_within_half_of_an_interval() -> None:
 
 LAYERS, EXPERTS, RANKS = 4, 32, 8
 COSTS = MoveCosts(expert_bytes=10**7, step_s=0.03)
-IN_FORCE = ExpertPlacement.default(LAYERS, EXPERTS, RANKS, 8)
+IN_FORCE, EVEN = (ExpertPlacement.default(LAYERS, EXPERTS, RANKS, redundant) for redundant in (8, 0))
 
 
 def loads(windows: int, skew: float = 1.0, noise: float = 0.02, seed: int = 0) -> Floats:
@@ -107,12 +107,11 @@ def test_only_layers_that_pay_are_moved_and_the_best_come_first() -> None:
 def test_what_only_fits_the_noise_is_not_moved_for() -> None:
     """Few tokens, all experts alike: a plan for the past looks better than the placement in force, and is not."""
     windows = np.random.default_rng(0).poisson(20.0, (8, LAYERS, EXPERTS)).astype(np.float64)
-    in_force = ExpertPlacement.default(LAYERS, EXPERTS, RANKS)
-    planned = plan_placement(windows.sum(0), in_force)
-    assert (planned.balancedness(windows.sum(0)) > in_force.balancedness(windows.sum(0))).all()
+    planned = plan_placement(windows.sum(0), EVEN)
+    assert (planned.balancedness(windows.sum(0)) > EVEN.balancedness(windows.sum(0))).all()
     dear = MoveCosts(expert_bytes=10**8, step_s=0.03)
-    assert decide(windows.sum(0, keepdims=True), in_force, dear).verdict is Verdict.MOVE
-    assert decide(windows, in_force, dear).verdict is not Verdict.MOVE
+    assert decide(windows.sum(0, keepdims=True), EVEN, dear).verdict is Verdict.MOVE
+    assert decide(windows, EVEN, dear).verdict is not Verdict.MOVE
 
 
 def test_without_tokens_nothing_is_decided() -> None:
@@ -120,8 +119,7 @@ def test_without_tokens_nothing_is_decided() -> None:
 
 
 def test_an_even_load_stays() -> None:
-    in_force = ExpertPlacement.default(LAYERS, EXPERTS, RANKS)
-    assert decide(np.full((2, LAYERS, EXPERTS), 10), in_force, COSTS).verdict is Verdict.BALANCED
+    assert decide(np.full((2, LAYERS, EXPERTS), 10), EVEN, COSTS).verdict is Verdict.BALANCED
 
 
 def test_one_rank_has_nothing_to_balance() -> None:
@@ -147,9 +145,8 @@ def test_balancedness_falls_when_the_skew_goes_to_other_experts() -> None:
 
 
 def test_chance_among_few_tokens_is_no_fall() -> None:
-    even = ExpertPlacement.default(LAYERS, EXPERTS, RANKS)
     chance = np.random.default_rng(0)
     few = [chance.poisson(0.5, (LAYERS, EXPERTS)) for _ in range(100)]
-    assert np.mean([even.balancedness(each).mean() for each in few]) < 0.6
-    assert sum(has_fallen(each, even, np.ones(LAYERS)) for each in few) <= 5
-    assert not has_fallen(np.zeros((LAYERS, EXPERTS)), even, np.ones(LAYERS))
+    assert np.mean([EVEN.balancedness(each).mean() for each in few]) < 0.6
+    assert sum(has_fallen(each, EVEN, np.ones(LAYERS)) for each in few) <= 5
+    assert not has_fallen(np.zeros((LAYERS, EXPERTS)), EVEN, np.ones(LAYERS))

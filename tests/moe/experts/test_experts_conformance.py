@@ -214,15 +214,10 @@ def blocks(name: str) -> None:
     experts = made(name, layer, 2)
     if not isinstance(experts, BlockwiseExperts):
         return
+    loads = (9, None, 0.0), (9, None, 0.6), (4, range(1), 0.0), (3, None, 1.0), (0, None, 0.0)
     for cuts in ((0, 6), (0, 1, 3, 6), (0, 1, 2, 3, 4, 5, 6)):
         parted = [range(start, stop) for start, stop in pairwise(cuts)]
-        for tokens, only, unrouted in (
-            (9, None, 0.0),
-            (9, None, 0.6),
-            (4, range(1), 0.0),
-            (3, None, 1.0),
-            (0, None, 0.0),
-        ):
+        for tokens, only, unrouted in loads:
             routed = make_tokens(layer, tokens, 2 if only is None else 1, only=only, unrouted=unrouted)
             ids = torch.where(routed.ids >= 0, routed.ids + 1, -1)  # one more below, one fewer above
             last = [

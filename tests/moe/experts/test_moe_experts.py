@@ -5,7 +5,6 @@ That results are right is in the conformance tests.
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -95,18 +94,30 @@ def test_grouped_mm_refuses_what_torch_has_no_kernel_for(monkeypatch: pytest.Mon
         make_experts("grouped_mm", torch.zeros(2, 16, 8), torch.zeros(2, 8, 8))
 
 
+BF16, F16 = torch.bfloat16, torch.float16
+
+
 @pytest.mark.gpu
-def test_grouped_mm_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "first", "near"),
+    [
+        ("grouped_mm", BF16, 4, 2e-2),
+        *(("flashinfer", dtype, first, near) for dtype, near in ((BF16, 2.0**-6), (F16, 2.0**-9)) for first in (0, 8)),
+    ],
+)
+def test_on_a_gpu(name: str, dtype: torch.dtype, first: int, near: float) -> None:
     """Against float32 over the same rounded numbers, and the same numbers twice."""
-    layer = make_layer(8, hidden=256, intermediate=128, dtype=torch.bfloat16)
-    routed = make_tokens(layer, 64, 4, only=range(2, 14))
-    held = make_experts("grouped_mm", layer.w13.cuda(), layer.w2.cuda(), 4)
-    given = routed.x.cuda(), routed.ids.cuda(), routed.weights.cuda()
+    if name == "flashinfer":
+        pytest.importorskip("flashinfer", reason="flashinfer is not installed", exc_type=ImportError)
+    layer = make_layer(8, hidden=256, intermediate=128, dtype=dtype)
+    routed = make_tokens(layer, 64, 4, only=range(2, 14) if name == "grouped_mm" else range(-1, 25))
+    weights = routed.weights if name == "grouped_mm" else torch.rand(64, 4)
+    held = make_experts(name, layer.w13.cuda(), layer.w2.cuda(), first)
+    given = routed.x.cuda(), routed.ids.cuda(), weights.cuda()
     out = held(*given)
-    exact = make_experts("reference", layer.w13.float(), layer.w2.float(), 4)
-    torch.testing.assert_close(
-        out.cpu().float(), exact(routed.x.float(), routed.ids, routed.weights), atol=2e-2, rtol=2e-2
-    )
+    exact = make_experts("reference", layer.w13.float(), layer.w2.float(), first)
+    expected = exact(routed.x.float(), routed.ids, weights)
+    torch.testing.assert_close(out.cpu().float(), expected, atol=near, rtol=near)
     assert torch.equal(out, held(*given))
 
 
@@ -242,36 +253,23 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def weights(held: int = 4, hidden: int = 16, intermediate: int = 8, **options: Any) -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(held, 2 * intermediate, hidden, **options) * hidden**-0.5,
-        torch.randn(held, hidden, intermediate, **options) * intermediate**-0.5,
-    )
-
-
-def routed(tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Distinct experts per token, some of them nobody's, and their weights."""
-    order = [torch.randperm(num_experts + 2)[:top_k] for _ in range(tokens)]
-    ids = torch.stack(order) - 1 if order else torch.zeros(0, top_k, dtype=torch.int64)
-    return ids, torch.rand(tokens, top_k)
-
-
 def test_the_plain_weights_are_not_kept(stand_in: list[dict[str, Any]]) -> None:
-    w13, w2 = weights()
-    given = w13.clone()
-    experts = make_experts("flashinfer", w13, w2)
-    assert torch.equal(w13, given), "the caller's are left alone"
+    layer = make_layer(4, 16, 8)
+    given = layer.w13.clone()
+    experts = make_experts("flashinfer", layer.w13, layer.w2)
+    assert torch.equal(layer.w13, given), "the caller's are left alone"
     assert {name for name, _ in experts.named_parameters()} == {"w31", "w2"}
     assert experts.capturable
 
 
 def test_what_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "find_fused_moe", lambda: pytest.fail("looked for the kernel"))
+    weights = torch.zeros(4, 16, 12), torch.zeros(4, 12, 8)
     with pytest.raises(ConfigError, match="run on cuda, not on cpu"):
-        make_experts("flashinfer", *weights())
+        make_experts("flashinfer", *weights)
     monkeypatch.setattr(FlashInferExperts, "devices", ("cpu",))
     with pytest.raises(ConfigError, match="hidden 12 and intermediate 8"):
-        make_experts("flashinfer", *weights(hidden=12))
+        make_experts("flashinfer", *weights)
 
 
 def test_a_missing_or_old_flashinfer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,27 +296,11 @@ def test_our_call_binds_to_the_installed_function(stand_in: list[dict[str, Any]]
         "flashinfer", reason="flashinfer is not installed; `make test` installs it", exc_type=ImportError
     )
     theirs = inspect.signature(find_fused_moe())
-    make_experts("flashinfer", *weights())(torch.randn(2, 16), torch.tensor([[0], [1]]), torch.rand(2, 1))
+    layer = make_layer(4, 16, 8)
+    make_experts("flashinfer", layer.w13, layer.w2)(torch.randn(2, 16), torch.tensor([[0], [1]]), torch.rand(2, 1))
     theirs.bind(**stand_in[0])
     ours: Callable[..., Any] = cutlass_fused_moe
     for name, parameter in inspect.signature(ours).parameters.items():
         assert theirs.parameters[name].default == parameter.default
     assert int(theirs.parameters["activation_type"].default) == 3, "SwiGLU"
     assert theirs.parameters["enable_alltoall"].default is False, "rows without an expert here are written"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("first_expert", [0, 8])
-def test_the_kernel_on_a_gpu(dtype: torch.dtype, first_expert: int) -> None:
-    """Against float32 over the same rounded numbers, and the same numbers twice."""
-    pytest.importorskip("flashinfer", reason="flashinfer is not installed", exc_type=ImportError)
-    w13, w2 = (w.to(dtype) for w in weights(8, 256, 128))
-    ids, topk_weights = routed(64, 24, 4)
-    x = torch.randn(64, 256).to(dtype)
-    there = make_experts("flashinfer", w13.cuda(), w2.cuda(), first_expert)
-    out = there(x.cuda(), ids.cuda(), topk_weights.cuda())
-    expected = make_experts("reference", w13.float(), w2.float(), first_expert)(x.float(), ids, topk_weights)
-    close = math.ldexp(1.0, -6 if dtype == torch.bfloat16 else -9)
-    torch.testing.assert_close(out.cpu().float(), expected, atol=close, rtol=close)
-    assert torch.equal(out, there(x.cuda(), ids.cuda(), topk_weights.cuda()))

@@ -52,27 +52,19 @@ FIGURES = {
 }
 
 
-@pytest.mark.parametrize("name", list(SECTIONS))
-@pytest.mark.usefixtures("no_thread_leaks")
-def test_every_section_runs(name: str) -> None:
-    section = run_section(name, Bench(torch.device("cpu"), tiny=True, blocks=1, graphs=FakeGraphs("cpu"), show=False))
-    check(section)
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)  # everything is compiled and tuned for the first time
-@pytest.mark.parametrize("name", list(SECTIONS))
-@pytest.mark.usefixtures("no_thread_leaks")
-def test_every_section_runs_on_a_gpu(name: str) -> None:
-    section = run_section(name, Bench(torch.device("cuda", 0), tiny=True, blocks=2, budget_s=300.0, show=False))
-    check(section)
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.timeout(600)]  # everything is compiled and tuned for the first time
 
 
 def compares_with_a_library(figure: Figure) -> bool:
     return "speed against" in figure.what and figure.goal is None
 
 
-def check(section: Section) -> None:
+@pytest.mark.parametrize("name", list(SECTIONS))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=ON_A_GPU)])
+@pytest.mark.usefixtures("no_thread_leaks")
+def test_every_section_runs(device: str, name: str) -> None:
+    options: Any = {"blocks": 1, "graphs": FakeGraphs("cpu")} if device == "cpu" else {"blocks": 2, "budget_s": 300.0}
+    section = run_section(name, Bench(torch.device(device), tiny=True, show=False, **options))
     assert section.error is None
     for wanted in FIGURES[section.name]:
         assert any(figure.what.startswith(wanted) for figure in section.figures), wanted
@@ -318,14 +310,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         found.ends["side"] = max(found.ends.values())
         return "side"
 
-    for name, value in (
-        ("CUDAGraph", Graph),
-        ("Event", Event),
-        ("graph", graph),
-        ("stream", stream),
-        ("Stream", new_stream),
-        ("synchronize", found.synchronize),
-    ):
+    own = {"CUDAGraph": Graph, "Event": Event, "graph": graph, "stream": stream, "Stream": new_stream}
+    for name, value in {**own, "synchronize": found.synchronize}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("serving.workbench.gpu.bench.time.perf_counter", lambda: found.host_s)
     return found

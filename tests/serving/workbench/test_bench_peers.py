@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fake_vllm import make_environment, make_interpreter
@@ -128,7 +129,6 @@ def test_engines_that_compute_are_not_at_rest(monkeypatch: pytest.MonkeyPatch) -
     script = "print(flush=True)\nwhile True: pass"
     busy = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     try:
-        assert busy.stdout is not None
         assert busy.stdout.readline(), "it computes"
         assert not wait_for_rest([busy.pid])
         assert wait_for_rest([])
@@ -158,22 +158,12 @@ def test_equal_requests_and_the_tokens_before_they_differ() -> None:
     assert same_tokens(["ab"], ["abcd"]) == Same(0, 1, 0.5)
 
 
-def visit(seconds: float, tokens: list[list[int]]) -> Visit:
-    return lambda: (seconds, tokens)
-
-
-def failing_at(number: int, inner: Visit) -> Visit:
-    """A visit that fails when called for that time."""
-    calls: list[int] = []
-
-    def run() -> tuple[float, object]:
-        calls.append(1)
-        assert len(calls) <= number, "it is called again after it failed"
-        if len(calls) == number:
-            raise UBatchError("out of memory\nand more")
-        return inner()
-
-    return run  # type: ignore[return-value]
+def visit(seconds: float, tokens: list[list[int]], *, visits: int | None = None) -> Visit:
+    """The next visit after so many fails, and then there must be no other."""
+    given = (seconds, tokens)
+    if visits is None:
+        return Mock(return_value=given)
+    return Mock(side_effect=[*[given] * visits, UBatchError("out of memory\nand more")])
 
 
 def test_each_engine_is_taken_by_its_best_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +171,7 @@ def test_each_engine_is_taken_by_its_best_type(capsys: pytest.CaptureFixture[str
     visits = {
         Arm(OURS, "bfloat16", None): visit(0.2, tokens),
         Arm("vllm", "bfloat16", "v"): visit(0.3, [[1, 2], [3, 9]]),
-        Arm("transformers", "bfloat16", "t"): failing_at(4, visit(0.5, tokens)),
+        Arm("transformers", "bfloat16", "t"): visit(0.5, tokens, visits=3),
         Arm(OURS, "float32", None): visit(0.1, tokens),
         Arm("vllm", "float32", "v"): visit(0.4, tokens),
     }
@@ -205,7 +195,7 @@ def test_each_engine_is_taken_by_its_best_type(capsys: pytest.CaptureFixture[str
 
 
 def test_without_ours_there_are_no_ratios() -> None:
-    visits = {Arm(OURS, "float32", None): failing_at(1, visit(1, [])), Arm("vllm", "float32", "v"): visit(1, [[1]])}
+    visits = {Arm(OURS, "float32", None): visit(1, [], visits=0), Arm("vllm", "float32", "v"): visit(1, [[1]])}
     result = measure_load("one", Workload(1, 1, 1), visits, 2, lambda: None)
     assert (result.ratio, result.same, result.best) == ({}, {}, {})
     assert list(result.arms_ms) == ["vllm float32"]

@@ -64,7 +64,6 @@ def test_every_request_is_answered_and_measured(stub: Stub, endpoint: Endpoint, 
         assert outcome.text == words(task.max_tokens)
         assert outcome.finish_reason == "length"
         if stream:
-            assert outcome.ttft_s is not None
             assert 0 < outcome.ttft_s < outcome.latency_s
             assert len(outcome.gaps_s) == task.max_tokens - 1
             assert outcome.ttft_s + sum(outcome.gaps_s) <= outcome.latency_s

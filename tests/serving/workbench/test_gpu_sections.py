@@ -69,11 +69,7 @@ sys.meta_path[:] = [Lacking(finder) for finder in sys.meta_path]
 """
     (tmp_path / "sitecustomize.py").write_text(lacking)
     done = make(
-        "test-gpu",
-        tmp_path,
-        "GPU_OPTIONS=--only kernels",
-        PYTHONPATH=str(tmp_path),
-        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+        "test-gpu", tmp_path, "GPU_OPTIONS=--only kernels", PYTHONPATH=str(tmp_path), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     written = sections_of(tmp_path / "gpu-tests.json")
@@ -191,15 +187,28 @@ def test_gpu_tests_that_need_a_missing_package_are_skipped_by_name(
 
 # ------------------------------------------------------------------------------------------------------ one that breaks
 
-GOOD = "def test_good(): pass\n"
 BREAKING = {
     "crash": "import os\ndef test_before(): pass\ndef test_crash(): os._exit(9)\n",
     "hang": "import time\ndef test_before(): pass\ndef test_hang(): time.sleep(100)\n",
     "wrong": "def test_wrong(): assert 1 == 2\ndef test_after(): pass\n",
     "unreadable": "import nothing_of_that_name.at_all\n",
-    "no syntax": "def\n",
-    "good": GOOD,
+    "no_syntax": "def\n",
+    "good": "def test_good(): pass\n",
 }
+
+
+def fails(tests: dict[str, str], sections: dict[str, checks.Section], jobs: str, folder: Path) -> dict[str, Any]:
+    """What is written of sections over these files, of which some break."""
+    for name, text in tests.items():
+        (folder / f"test_{name}.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n")
+    file = folder / "results.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "SECTIONS", sections)
+        patch.setattr(checks, "files_of", lambda name: [folder / f"test_{each}.py" for each in sections[name].files])
+        patch.setattr(checks, "_environment", dict)
+        assert checks.main(["--device", "cpu", "--jobs", jobs, "--json", str(file)]) == 1
+    return sections_of(file)
 
 
 @pytest.mark.slow
@@ -207,25 +216,15 @@ BREAKING = {
 def test_a_section_that_breaks_loses_nothing_of_itself_or_of_others(
     jobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in BREAKING.items():
-        (tmp_path / f"test_{name}.py".replace(" ", "_")).write_text(text)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n")
-    sections = {
-        name: checks.Section((name.replace(" ", "_"),), 4.0 if name == "hang" else 20.0, "first") for name in BREAKING
-    }
-    monkeypatch.setattr(checks, "SECTIONS", sections)
-    monkeypatch.setattr(checks, "files_of", lambda name: [tmp_path / f"test_{sections[name].files[0]}.py"])
-    monkeypatch.setattr(checks, "_environment", dict)
+    sections = {name: checks.Section((name,), 4.0 if name == "hang" else 20.0, "first") for name in BREAKING}
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # it starts sooner
-    file = tmp_path / "results.json"
-    assert checks.main(["--device", "cpu", "--jobs", jobs, "--json", str(file)]) == 1
-    written = sections_of(file)
+    written = fails(BREAKING, sections, jobs, tmp_path)
     assert {name: (found["status"], found["counts"]) for name, found in written.items()} == {
         "crash": (9, {"passed": 1}),
         "hang": (124, {"passed": 1}),
         "wrong": (1, {"failed": 1, "passed": 1}),
         "unreadable": (2, {"failed": 1}),
-        "no syntax": (2, {"failed": 1}),
+        "no_syntax": (2, {"failed": 1}),
         "good": (0, {"passed": 1}),
     }
     assert "assert 1 == 2" in written["wrong"]["tests"][0]["error"]
@@ -240,19 +239,12 @@ def test_a_section_that_breaks_loses_nothing_of_itself_or_of_others(
 def test_a_section_of_several_processes_loses_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "test_many.py").write_text(
-        "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_good(n): assert n != 5\n"
-    )
-    (tmp_path / "test_unreadable.py").write_text("import nothing_of_that_name.at_all\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n")
-    monkeypatch.setattr(checks, "SECTIONS", {"many": checks.Section(("many",), 60.0, "first", processes=2)})
-    monkeypatch.setattr(checks, "files_of", lambda name: [tmp_path / "test_many.py", tmp_path / "test_unreadable.py"])
-    monkeypatch.setattr(checks, "_environment", dict)
+    many = "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_good(n): assert n != 5\n"
+    tests = {"many": many, "unreadable": BREAKING["unreadable"]}
     for name in [each for each in os.environ if each.startswith("PYTEST")]:
         monkeypatch.delenv(name)
-    file = tmp_path / "results.json"
-    assert checks.main(["--device", "cpu", "--jobs", "4", "--json", str(file)]) == 1
-    [found] = sections_of(file).values()
+    section = checks.Section(tuple(tests), 60.0, "first", processes=2)
+    [found] = fails(tests, {"many": section}, "4", tmp_path).values()
     assert found["counts"] == {"passed": 8, "failed": 2}
     assert len({each["test"] for each in found["tests"]}) == 10
     assert "2 workers" in capfd.readouterr().out

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,15 +14,19 @@ from checkpoints import make_qwen3_moe_checkpoint
 from repository import TINY_MOE
 
 import serving.workbench.tuning.tune
+from moe import All2AllTraits, EmulatedLink
+from ranks import run_ranks
 from serving.cli import main
 from serving.options import read_serve_command
+from serving.workbench.arms import programs as lane_programs
 from serving.workbench.arms.cells import SERIAL_ARM, Arm, Cell, CostTable, Grid, Setting, library_arms
-from serving.workbench.arms.stages import LayerStages, StageModel, best_schedules, layer_times
+from serving.workbench.arms.stages import LayerStages, StageModel, best_schedules, layer_times, slowest_layer_times
 from serving.workbench.tuning.measure import State, load_state, save_state
 from serving.workbench.tuning.report import Result, can_draw_png, make_result, write_html, write_png
-from ubatch import ConfigError, ForwardMode, Schedule, UBatchConfig
-from ubatch.schedules import Compute, Launch, LayerTimes, Op, layer_program
+from ubatch import CommGroup, ConfigError, ForwardMode, Schedule, Transfer, UBatchConfig, get_schedule
+from ubatch.schedules import Compute, Launch, LayerTimes, Op, Pass, Wait, layer_program
 from ubatch.schedules.schedule import KNOWN_POINTS, Point
+from ubatch.trace.spans import Event, EventKind, SpanKind, current_trace, traced_step
 
 TINY = str(TINY_MOE)
 GRID = Grid(("decode", "prefill"), 256, 1024, 64, 128, 3)
@@ -51,11 +56,10 @@ def measured(true: Machine, seed: int, rounds: int = 9, noise: float = 0.04) -> 
     draw = random.Random(seed)
     state = State({})
     for cell in GRID.cells():
-        samples: dict[str, list[float] | None] = {arm.name: [] for arm in ARMS}
+        samples: dict[str, Any] = {arm.name: [] for arm in ARMS}
         for _ in range(rounds):
             drift = math.exp(draw.gauss(0, 0.1))
             for name, own in samples.items():
-                assert own is not None
                 own.append(true(name, cell.tokens) * drift * math.exp(draw.gauss(0, noise)))
         state.samples[str(cell)] = samples
     return state
@@ -86,8 +90,7 @@ def a_result(searched: bool = True) -> tuple[State, list[Cell], dict[str, list[A
     arms = {"decode": list(ARMS), "prefill": [*ARMS, Arm(own.name, own)] if searched else list(ARMS)}
     for cell in GRID.cells():
         if cell.mode == "prefill" and searched:
-            serial = state.samples[str(cell)][SERIAL_ARM]
-            assert serial is not None
+            serial: Any = state.samples[str(cell)][SERIAL_ARM]
             state.samples[str(cell)][own.name] = None if cell.tokens < 32 else [each / 2 for each in serial]
     return state, GRID.cells(), arms
 
@@ -122,10 +125,7 @@ def steps_of(times: Mapping[int, Sequence[tuple[float, float]]]) -> Result:
     for tokens, rounds in times.items():
         cell = str(Cell("decode", tokens))
         serial, overlapped = zip(*rounds, strict=True)
-        state.samples[cell] = {
-            SERIAL_ARM: [ms / 1e3 for ms in serial],
-            ARMS[2].name: [ms / 1e3 for ms in overlapped],
-        }
+        state.samples[cell] = {SERIAL_ARM: [ms / 1e3 for ms in serial], ARMS[2].name: [ms / 1e3 for ms in overlapped]}
     cells = [Cell("decode", tokens) for tokens in times]
     return make_result(cells, {"decode": ARMS}, state, {})
 
@@ -165,10 +165,7 @@ def test_a_threshold_that_the_times_support_has_no_warning() -> None:
     ],
 )
 def test_a_threshold_from_noise_has_a_warning(
-    times: Mapping[int, Sequence[tuple[float, float]]],
-    doubt: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    times: Mapping[int, Sequence[tuple[float, float]]], doubt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the output, the file and the page, with what to do."""
     result = steps_of(times)
@@ -240,8 +237,6 @@ def test_stage_times_come_back_from_a_program() -> None:
 
 @pytest.mark.long
 def test_stage_times_of_other_numbers_of_lanes() -> None:
-    from moe import All2AllTraits
-
     traits = All2AllTraits(True, True, False, None, 4, 1, True, cuts_combine=True)
 
     def of_lanes(lanes: int) -> LayerTimes:
@@ -273,6 +268,90 @@ def test_stage_times_of_other_numbers_of_lanes() -> None:
     assert best_schedules(model, "prefill", [], max_lanes=1, max_chunks=1, keep=2) == []  # only ways of serial
     others = best_schedules(model, "prefill", [Arm("known", found[0].schedule)], max_lanes=2, max_chunks=1, keep=1)
     assert others[0].schedule.describe().partition(":")[2] == found[1].schedule.describe().partition(":")[2]
+
+
+# -- what a traced step tells the simulator, and what it leaves out ---------------------------------------------------
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_step_is_traced_with_nothing_to_wait_for(emulated: bool) -> None:
+    link = EmulatedLink(3600.0, 1.0)
+
+    def step() -> None:
+        with traced_step():
+            trace: Any = current_trace()
+            sent: Transfer[int] = Transfer("sent", (), lambda: 7, bytes_sent=1, bytes_received=1)
+            assert link.carry(sent).done() is emulated
+            trace.add(SpanKind.TRANSFER, "sent", 0, 1.0, 9.0)  # arrives after the lanes, or before: no part of them
+            trace.add(SpanKind.COMPUTE, "dispatch", 0, 2.0, 3.0)
+            trace.add(SpanKind.WAIT, "sent", 0, 3.0, 3.5)
+            trace.add(SpanKind.COMPUTE, "end", 1, 4.0, 5.0)
+            trace.events.append(Event(trace.step, 0, EventKind.POINT, "dispatch", 0.75))
+            trace.events.append(Event(trace.step, 1, EventKind.END, "end", 0.5))
+
+    traced = lane_programs.traced_step(step, link if emulated else None)
+    assert traced.programs == [[Compute(0.75), Pass("dispatch")], [Compute(0.5)]]
+    assert traced.lanes_s == 3.0
+    late: Transfer[int] = Transfer("late", (), lambda: 7, bytes_sent=1)
+    assert not link.carry(late).done()  # afterwards the link takes its time again
+
+
+def test_prediction_is_of_every_step_with_all_ranks_together() -> None:
+    """Two ranks, each slow in another of two layers; in the third step both are slow throughout."""
+    schedule = get_schedule("single_batch").one_by_one()
+
+    def layer(number: int, experts: float) -> list[Op]:
+        there, back = f"dispatch.{number}", f"combine.{number}"
+        prepare: list[Op] = [Compute(1.0), Launch(there, 0.0), Compute(0.0), Pass("dispatch"), Wait(there)]
+        return [*prepare, Compute(experts), Launch(back, 0.0), Compute(0.0), Pass("combine"), Wait(back)]
+
+    def rank(*experts: float) -> list[list[Op]]:
+        return [[op for number, each in enumerate(experts) for op in layer(number, each)]]
+
+    even = [rank(2.0, 2.0), rank(2.0, 2.0)]
+    uneven = [rank(4.0, 2.0), rank(2.0, 4.0)]
+    slow = [rank(8.0, 8.0), rank(8.0, 8.0)]
+    assert lane_programs.predict_step([even], schedule) == 6.0
+    assert lane_programs.predict_step([uneven], schedule) == 10.0  # either alone needs 8
+    assert lane_programs.predict_step([even, uneven, slow], schedule) == 10.0
+    stages = slowest_layer_times([even, uneven, slow])
+    assert (stages.times[""].experts, stages.times[""].attn_prepare, stages.kinds) == (3.0, 1.0, ("", ""))
+
+
+def test_steps_in_a_file_predict_the_same() -> None:
+    """Of any number of steps, those in the middle are enough."""
+    schedule = get_schedule("mlp_shared_overlap")
+
+    def rank(seconds: float) -> list[list[Op]]:
+        there = Launch("dispatch of layer 0", 0.25, 0.5, hooked=False)
+        lane: list[Op] = [Compute(seconds), there, Pass("dispatch"), Wait(there.key), Launch("x", 0.125, 0.125)]
+        return [lane, lane]
+
+    for count in (1, 2, 5, 6):
+        steps = [[rank(1.0 + 7 * step % count), rank(2.0)] for step in range(count)]
+        kept = lane_programs.middle_steps(steps, schedule)
+        assert len(kept) == 2 - count % 2
+        assert lane_programs.read_steps(lane_programs.write_steps(kept)) == kept
+        assert lane_programs.predict_step(kept, schedule) == lane_programs.predict_step(steps, schedule)
+    with pytest.raises(ValueError, match="'nonsense 1' is no operation of a lane"):
+        lane_programs.read_steps([[[["nonsense 1"]]]])
+
+
+def gather(rank: int, ranks: int) -> tuple[list[str], list[list[list[list[Op]]]]]:
+    mine: list[list[list[Op]]] = [[[Compute(0.5 + rank), Pass("dispatch")], [Launch("sent", 0.25)]], [[Wait("sent")]]]
+    group = CommGroup.from_process_group()
+    return lane_programs.gather_texts("ü" * 3 * rank, group), lane_programs.gather_steps(mine, group)
+
+
+def test_every_rank_gets_what_all_have_measured() -> None:
+    first, second = run_ranks(gather, 2)
+    assert first == second
+    texts, steps = first
+    assert texts == ["", "üüü"]
+    assert [[programs[0] for programs in step] for step in steps] == [
+        [[Compute(0.5), Pass("dispatch")], [Compute(1.5), Pass("dispatch")]],
+        [[Wait("sent")], [Wait("sent")]],
+    ]
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
