@@ -255,7 +255,7 @@ def _seeds() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _float32() -> Iterator[None]:
     """`--dtype auto` is float32 on every machine, whatever is faster there; `test_cpu_dtype.py` tests the choice."""
-    setup = sys.modules.get("serving.engine.rank.runner_setup")
+    setup = sys.modules.get("serving.engine.rank.build")
     with pytest.MonkeyPatch.context() as patch:
         if setup is not None:
             patch.setattr(setup, "fastest_cpu_dtype", lambda *_: ("float32", "these are tests"))

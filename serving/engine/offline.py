@@ -16,8 +16,7 @@ from model_runner import RequestError
 from serving.balance import ExpertBalance, LoadBook
 from serving.engine.client import EngineClient, EngineInfo
 from serving.engine.options import EngineOptions
-from serving.engine.rank.build import make_core, make_runner, warm_up
-from serving.engine.rank.runner_setup import describe_memory
+from serving.engine.rank.build import describe_memory, make_core, make_runner, warm_up
 from serving.engine.rank.tracing import profile_file, profile_name
 from serving.requests import EngineDead, EngineStatistics, RequestInput, RequestOutput
 from ubatch import ConfigError, UBatchError

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from model_runner import MAX_TOP_LOGPROBS
 from serving.engine.launch import refuse_unguarded_main
 from serving.engine.options import EngineOptions
-from serving.engine.rank.runner_setup import count_gpus
+from serving.engine.rank.build import count_gpus
 from serving.engine.rank.tracing import TEMPORARY
 from serving.logs import log_event
 from serving.offline.engine_args import EngineArgs

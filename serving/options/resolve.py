@@ -17,7 +17,7 @@ from model_runner import DEFAULT_KV_CACHE_MEMORY, CheckpointError, ModelConfig, 
 from model_runner.parallel import AUTO, choose_all2all
 from moe.balance import EplbConfig
 from serving.engine.options import AUTO_DTYPE, EngineOptions, RestartLimits
-from serving.engine.rank.runner_setup import choose_dtype, count_gpus, read_checkpoint
+from serving.engine.rank.build import choose_dtype, count_gpus, read_checkpoint
 from serving.hub import fetch_weights, find_checkpoint
 from serving.options.checks import check_alone, check_sizes, check_with_model, notes, place_experts
 from serving.options.flags.server_flags import GPU_MEMORY_UTILIZATION, MAX_ENGINE_RESTARTS

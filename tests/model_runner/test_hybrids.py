@@ -17,8 +17,7 @@ from model_runner import ModelRunner, Request, SamplingParams, ScheduledRequest,
 from model_runner.memory.memory_profile import CudaMemory
 from ranks import run_ranks
 from serving.engine import EngineCore, EngineOptions
-from serving.engine.rank.build import make_runner
-from serving.engine.rank.runner_setup import describe_memory
+from serving.engine.rank.build import describe_memory, make_runner
 from serving.engine.speculation import Algorithm, SpeculationConfig, make_scheduler, runner_options
 from serving.options import notes, resolve_keywords
 from serving.requests import RequestInput

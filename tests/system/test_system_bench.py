@@ -14,14 +14,8 @@ from serving.workbench.bench.server.offline import Workload, make_served_model, 
 from serving.workbench.bench.statistics import write_json
 
 SMALL = RandomQwen3Moe(
-    vocab_size=256,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    head_dim=16,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
+    **{"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 )
 
 

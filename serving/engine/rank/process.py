@@ -43,11 +43,10 @@ from attention import KVCacheExhausted
 from model_runner import CheckpointError, ModelRunner, RequestError
 from serving.engine.kept import InStep, SharedMemory, StepRecord, read_steps
 from serving.engine.options import EngineOptions
-from serving.engine.rank.build import make_core, make_runner, warm_up
+from serving.engine.rank.build import describe_memory, describe_transport, make_core, make_runner, warm_up
 from serving.engine.rank.core import EngineCore
 from serving.engine.rank.listeners import refuse_strangers
 from serving.engine.rank.lockstep import Link, join_turns
-from serving.engine.rank.runner_setup import describe_memory, describe_transport
 from serving.engine.rank.tracing import TEMPORARY, profile_file
 from serving.engine.wire import messages as wire
 from serving.engine.wire.agreement import rank_identity

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from model_runner import ModelConfig, SamplingParams
-from serving.engine.rank.runner_setup import count_gpus, read_checkpoint
+from serving.engine.rank.build import count_gpus, read_checkpoint
 from serving.generate import GenerateCommand, print_generated, resolve_offline
 from serving.llm import LLM
 from serving.options import TRACE, Layer, Settings, Source, merge

@@ -32,10 +32,9 @@ import torch.distributed as dist
 from model_runner import ModelRunner, Step
 from model_runner.parallel import most_chunks
 from serving.engine.options import EngineOptions
-from serving.engine.rank.build import make_runner
+from serving.engine.rank.build import describe_memory, make_runner
 from serving.engine.rank.listeners import refuse_strangers
 from serving.engine.rank.process import ToldToEnd, beating, place_rank, run_rank
-from serving.engine.rank.runner_setup import describe_memory
 from serving.engine.wire.link import EngineLink
 from serving.engine.wire.messages import Alive, Finished, Ready, Shutdown
 from serving.engine.wire.rendezvous import Place, Run, init_ranks

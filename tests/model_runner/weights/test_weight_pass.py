@@ -37,7 +37,7 @@ from model_runner.weights import weight_pass as module
 from model_runner.weights.quantization import MXFP4Blocks
 from model_runner.weights.weight_pass import PINNED_BYTES, Wanted, WeightPass
 from model_runner.weights.weights import Part
-from serving.engine.rank.runner_setup import WeightsBar
+from serving.engine.rank.build import WeightsBar
 
 CPU = torch.device("cpu")
 

@@ -23,19 +23,9 @@ pytestmark = pytest.mark.long
 BAD = 60
 """A token whose embedding is nan, as that of token 0, which a network drafts whose logits are all the same."""
 DEEPSEEK = RandomDeepseekV3(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    n_routed_experts=8,
-    moe_intermediate_size=16,
-    max_position_embeddings=128,
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    **{"n_routed_experts": 8, "moe_intermediate_size": 16, "max_position_embeddings": 128},
     tie_word_embeddings=False,
 )
 NEVER_BAD: dict[str, Any] = {"ignore_eos": True, "max_tokens": 12, "logit_bias": ((0, -100.0), (BAD, -100.0))}

@@ -23,7 +23,7 @@ from model_runner.graphs.runner_graphs import capturable_families
 from model_runner.parallel.expert_parallel import check_schedules, most_chunks
 from model_runner.step.graph_sizes import graph_families
 from moe import StepSizes, check_all2all_options, check_schedule, default_all2all_options, make_all2all, traits_in
-from serving.engine.rank.runner_setup import describe_transport
+from serving.engine.rank.build import describe_transport
 from serving.options import SERVE, Settings, describe_settings, resolve_settings, to_engine_options
 from serving.options.sources import Source, read_file, read_keywords, read_layers
 from serving.workbench.arms.stages import ArmSteps, LayerStages, NoStageTimes

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from checkpoints import make_checkpoint
 from repository import TINY_MOE
 
-import serving.engine.rank.runner_setup as runner_setup
+import serving.engine.rank.build as build
 from model_runner import Checkpoint
 from serving.cli import main
 from serving.engine import EngineOptions
-from serving.engine.rank.runner_setup import choose_dtype, read_checkpoint
+from serving.engine.rank.build import choose_dtype, read_checkpoint
 from serving.engine.wire.agreement import describe_shape
 from serving.engine.wire.rendezvous import Run, check_node, join_run, post_node
 from serving.options import chosen_dtype, notes, resolve_keywords, to_engine_options
@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(experts_backend if ranks == 1 else f"{experts_backend} on {ranks} ranks, {threads} thread")
         return "bfloat16", "it is 2x as fast"
 
-    monkeypatch.setattr(runner_setup, "fastest_cpu_dtype", fastest)
+    monkeypatch.setattr(build, "fastest_cpu_dtype", fastest)
     return asked
 
 

@@ -9,10 +9,6 @@ from serving.scheduler.prefills import NewTokenRatio, choose_victim
 from serving.scheduler.request import shares_of
 
 
-def one_at_a_time(policy: SchedulingPolicy) -> Loop:
-    return make_loop(max_num_seqs=1, policy=policy)
-
-
 def order(loop: Loop) -> list[str]:
     names: list[str] = []
     while loop.scheduler.has_work:
@@ -33,34 +29,20 @@ def order(loop: Loop) -> list[str]:
 )
 def test_in_which_order_requests_are_admitted(policy: SchedulingPolicy, added: str, expected: str) -> None:
     """As they came; or the lowest priority number first, then as they came. A name's letter is its body's."""
-    loop = one_at_a_time(policy)
+    loop = make_loop(max_num_seqs=1, policy=policy)
     for each in added.split():
         loop.add(each[:-1], [1], priority=int(each[-1]), group=each[0], max_tokens=2)
     assert order(loop) == expected.split()
 
 
 def test_the_longest_prefix_match_first() -> None:
-    loop = one_at_a_time(SchedulingPolicy.LPM)
+    loop = make_loop(max_num_seqs=1, policy=SchedulingPolicy.LPM)
     loop.add("first", [1] * 12, max_tokens=2)
     loop.run()
     loop.add("none", [2] * 12, max_tokens=2)
     loop.add("some", [1] * 4 + [3] * 8, max_tokens=2)
     loop.add("most", [1] * 12 + [4], max_tokens=2)
     assert order(loop) == ["most", "some", "none"]
-
-
-def test_a_poor_match_is_not_overtaken_for_ever() -> None:
-    loop = one_at_a_time(SchedulingPolicy.LPM)
-    loop.add("first", [1] * 12, max_tokens=1)
-    loop.run()
-    loop.add("poor", [2] * 12, max_tokens=1)
-    ran: list[str] = []
-    for number in range(400):
-        loop.add(f"rich{number}", [1] * 12, max_tokens=1)
-        ran += admitted(loop.step())
-    assert "poor" in ran
-    assert ran.index("poor") > 200
-    loop.run()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

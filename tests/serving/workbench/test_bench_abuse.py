@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from serving.workbench.bench.server.abuse import checks
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Target
+from serving.workbench.bench.server.abuse.checks import Reference, Seen, Watch
 from serving.workbench.bench.server.abuse.command import Options, poisoned_copy, run
-from serving.workbench.bench.server.abuse.watch import Reference, Seen, Watch
 from serving.workbench.bench.server.requests import Outcome, RequestFailed, Server, Status, Task, send
 from ubatch import ConfigError
 from ubatch.errors import shown

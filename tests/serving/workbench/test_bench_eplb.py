@@ -11,9 +11,8 @@ from model_runner import FinishReason, GenerationOutput, RandomQwen3Moe, TokenLo
 from moe import ExpertPlacement, SoftmaxTopKRouter
 from serving.cli import main
 from serving.workbench.arms.stages import with_loads
-from serving.workbench.bench.eplb.gain import share_of_possible
+from serving.workbench.bench.eplb.gain import predicted_s, share_of_possible
 from serving.workbench.bench.eplb.moving import SameResult, count_different, ratio_of_p99, ratio_of_steps
-from serving.workbench.bench.eplb.predict import predicted_s
 from serving.workbench.bench.eplb.skewed import UniformRouter, on_next_ranks, skewed_order
 from ubatch import ConfigError, UBatchError, get_schedule
 from ubatch.schedules import Compute, Launch, LayerTimes, Op, RankLoad, layer_program, rank_loads, simulate_ranks

@@ -22,9 +22,9 @@ from repository import ROOT, TINY_MOE
 from served import wait_until
 
 from serving.cli import main
-from serving.workbench.bench.link import command, deployment, report
+from serving.workbench.bench.link import command, report
 from serving.workbench.bench.link import network as networks
-from serving.workbench.bench.link.deployment import Arm, Deployment, Servers
+from serving.workbench.bench.link.command import Arm, Deployment, Servers
 from serving.workbench.bench.link.network import Network, Speed, network, probe
 from ubatch import ConfigError, UBatchError
 
@@ -243,8 +243,8 @@ def test_arms_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         finally:
             running.remove(arm.name)
 
-    monkeypatch.setattr(deployment, "available_memory", lambda: free[0])
-    monkeypatch.setattr(deployment, "_IDLE_S", 0.01)
+    monkeypatch.setattr(command, "available_memory", lambda: free[0])
+    monkeypatch.setattr(command, "_IDLE_S", 0.01)
     arms = list(map(Arm.parse, ("serial", "dbo", "three-lanes", "two-lanes")))
     with pytest.raises(ConfigError, match=r"take 3\.0 GiB, and 3 arms more do not fit into the 7\.0 GiB left"):
         Servers(start, arms).__enter__()

@@ -24,9 +24,8 @@ from pydantic import Field
 from model_runner import RandomDeepseekV3, RandomQwen3Moe
 from moe.balance import EplbConfig
 from serving.ranks import run_ranks
-from serving.workbench.bench.eplb.gain import measure_counting, measure_gain
+from serving.workbench.bench.eplb.gain import measure_counting, measure_gain, measure_predictions
 from serving.workbench.bench.eplb.moving import MOVING, compare_tokens, measure_moving
-from serving.workbench.bench.eplb.predict import measure_predictions
 from serving.workbench.bench.eplb.shift import measure_shifts
 from serving.workbench.bench.eplb.skewed import Skew, SkewedModels, open_skewed
 from serving.workbench.bench.statistics import environment

@@ -4,8 +4,8 @@ nothing happens.
     answers           the requests, and what comes of them
     referee           whether it is right: a pure rule, and a server that is not disturbed
     shared            what the sections share, what was promised, and requests that run meanwhile
-    kill              SIGKILL of a random engine, in several configurations
-    others            SIGSTOP, exceptions, too little memory; requests that kill engines; the limit of restarts
+    ranks             SIGKILL of a random engine, in several configurations; SIGSTOP, exceptions, too little memory;
+                      requests that kill engines; the limit of restarts
     pause, cost, soak how long a stream stands still; throughput when nothing fails; what grows
     nodes             a second machine that is killed and comes back, or is cut off
     command           flags, and the verdict

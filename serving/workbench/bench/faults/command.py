@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from serving.workbench.bench.faults.answers import make_requests, with_stops
-from serving.workbench.bench.faults.kill import run_kills
 from serving.workbench.bench.faults.nodes import run_nodes
-from serving.workbench.bench.faults.others import run_limit, run_others, run_poison
 from serving.workbench.bench.faults.pause import run_cost, run_pause, run_soak
+from serving.workbench.bench.faults.ranks import run_kills, run_limit, run_others, run_poison
 from serving.workbench.bench.faults.referee import FLAGS, Referee
 from serving.workbench.bench.faults.shared import SECTIONS, Found, Options, Setting
 from serving.workbench.bench.link.command import signals_end_it

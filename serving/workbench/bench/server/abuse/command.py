@@ -17,7 +17,7 @@ from serving.progress import progress
 from serving.workbench.bench.options import SERVER, Checkpoint, ReportOptions, ServeFlags
 from serving.workbench.bench.server.abuse import checks
 from serving.workbench.bench.server.abuse.attacks import ATTACKS, Answers, Attack, Target
-from serving.workbench.bench.server.abuse.watch import Seen, Watch, Window, ask_references
+from serving.workbench.bench.server.abuse.checks import Seen, Watch, Window, ask_references
 from serving.workbench.bench.server.load import read_steps, served_model, token_pool
 from serving.workbench.bench.server.process import Subject, resident_bytes, subject
 from serving.workbench.bench.statistics import table
