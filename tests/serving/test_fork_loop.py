@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from serving.fork_server import ForkServer
 from serving.processes import how_it_ended
 
 pytestmark = pytest.mark.ranks
+
+
+own_variable, own_openblas = partial(os.getenv, "UBATCH_TEST_VARIABLE"), partial(os.getenv, "OPENBLAS_NUM_THREADS")
+open_files, cores = partial(resource.getrlimit, resource.RLIMIT_NOFILE), partial(os.sched_getaffinity, 0)
 
 
 def tell(pipe: Any, *questions: Callable[[], object]) -> None:
@@ -51,26 +56,14 @@ def has_cuda() -> bool:
     return torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
 
 
-def own_variable() -> str | None:
-    return os.environ.get("UBATCH_TEST_VARIABLE")
-
-
 def handlers() -> list[Any]:
     return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGCHLD)]
-
-
-def open_files() -> tuple[int, int]:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def cores() -> set[int]:
-    return os.sched_getaffinity(0)
 
 
 def arguments() -> list[str]:
@@ -93,10 +86,6 @@ def test_the_server_has_one_thread_and_touches_no_gpu() -> None:
     finally:
         fork_server.use(before)
         own.close()
-
-
-def own_openblas() -> str | None:
-    return os.environ.get("OPENBLAS_NUM_THREADS")
 
 
 def test_a_process_is_where_its_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

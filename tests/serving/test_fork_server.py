@@ -230,16 +230,9 @@ def test_a_request_to_a_server_that_has_ended_leaves_no_descriptors(
 # -- which server ------------------------------------------------------------------------------------------------------
 
 
-def test_a_child_of_a_fork_leaves_its_parents_server_alone() -> None:
-    before = fork_server._current
-    fork_server.use(forked_server())
-    try:
-        pid = pid_of(fork_server.begin())
-        assert exit_code(in_child(lambda: None)) == 0
-        assert pid_of(fork_server.begin()) == pid
-    finally:
-        fork_server.begin().close()
-        fork_server.use(before)
+def test_a_child_of_a_fork_leaves_its_parents_server_alone(server: ForkServer) -> None:
+    assert exit_code(in_child(lambda: None)) == 0
+    assert pid_of(fork_server.begin()) == pid_of(server)
 
 
 def test_another_environment_gets_another_server(monkeypatch: pytest.MonkeyPatch) -> None:

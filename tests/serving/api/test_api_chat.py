@@ -91,13 +91,6 @@ def test_templates_that_refuse(template: str | None, message: str) -> None:
 # -- other templates -------------------------------------------------------------------------------------------------
 
 
-def prompt_of(template: Any, *messages: dict[str, Any]) -> str:
-    """What the model reads."""
-    engine = FakeEngine()
-    chat(app_with(template, engine), {"messages": messages, "max_tokens": 1})
-    return str(tokenizer().decode(token_ids(engine.requests[0])))
-
-
 @pytest.mark.parametrize(
     ("name", "messages", "read"),
     [
@@ -113,7 +106,9 @@ def prompt_of(template: Any, *messages: dict[str, Any]) -> str:
     ],
 )
 def test_messages_as_the_template_reads_them(name: str, messages: tuple[dict[str, Any], ...], read: str) -> None:
-    text = prompt_of(TEMPLATES[name], *messages)
+    engine = FakeEngine()
+    chat(app_with(TEMPLATES[name], engine), {"messages": messages, "max_tokens": 1})
+    text = tokenizer().decode(token_ids(engine.requests[0]))
     assert read in text
     assert "None" not in text
 

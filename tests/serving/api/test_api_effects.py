@@ -6,9 +6,11 @@ A new field needs a row here, and code that acts on it: without either a test fa
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from api_clients import app_of, post, tokenizer
 from fake_engine import FakeEngine
 from pydantic import BaseModel
@@ -42,95 +44,16 @@ OF_INNER = {name: (path, field) for field, (path, model) in INNER.items() for na
 SETTINGS = ("instructions", "parallel_tool_calls", "reasoning", "text", "tool_choice", "tools", "truncation")
 """Fields that a response repeats, which is no effect."""
 
-TOOL = {"type": "function", "function": {"name": "f"}}
-CALLING: dict[str, Any] = {
-    "/v1/chat/completions": {"tools": [TOOL], "max_tokens": 100},
-    "/v1/responses": {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 100},
-}
 CALLED = '<think>So</think>Yes<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-STREAM, OPTIONS = {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}
-SCORED: dict[str, Any] = {"/v1/completions": {"logprobs": 1}, "/v1/chat/completions": {"logprobs": True}}
-INCLUDED = ["message.output_text.logprobs"]
-TOP: dict[str, Any] = {"/v1/chat/completions": {"logprobs": True}, "/v1/responses": {"include": INCLUDED}}
+_TOLD = yaml.safe_load(Path(__file__).with_name("field_values.yaml").read_text(encoding="utf-8"))
+_BESIDE = {"truncation": {"input": "word " * 1500}, **_TOLD["beside"]}
 CASES: Mapping[str, tuple[Any, dict[str, Any]]] = {
-    "model": ("alias", {}),
-    "prompt": ("four", {"messages": None}),
-    "messages": ([{"role": "user", "content": "four"}], {}),
-    "tokens": ([66], {}),
-    # sampling
-    "n": (2, {}),
-    "best_of": (3, {}),
-    "seed": (5, {}),
-    "temperature": (0.5, {}),
-    "top_p": (0.5, {}),
-    "top_k": (5, {}),
-    "min_p": (0.5, {}),
-    "presence_penalty": (1.5, {}),
-    "frequency_penalty": (1.5, {}),
-    "repetition_penalty": (1.5, {}),
-    "logit_bias": ({"5": 1}, {}),
-    "allowed_token_ids": ([5, 6], {}),
-    "bad_words": (["four"], {}),
-    "priority": (3, {}),
-    # where an output ends, and what it says
-    "max_tokens": (3, {}),
-    "max_completion_tokens": (3, {}),
-    "min_tokens": (4, {}),
-    "ignore_eos": (True, {}),
-    "stop": ("a", {}),
-    "stop_token_ids": ([66], {}),
-    "include_stop_str_in_output": (True, {"stop": "a"}),
-    "skip_special_tokens": (False, {"ignore_eos": True}),
-    "echo": (True, {"add_generation_prompt": False}),
-    "response_format": ({"type": "json_object"}, {}),
-    "structured_outputs": ({"regex": "a"}, {}),
-    "stream": (True, {}),
-    "stream_options": ({"include_usage": True}, STREAM),
-    "include_usage": (True, STREAM),
-    "continuous_usage_stats": (True, OPTIONS),
-    # what is told besides
-    "logprobs": (True, {}),
-    "top_logprobs": (1, TOP),
-    "prompt_logprobs": (1, {}),
-    "return_token_ids": (True, {}),
-    "return_tokens_as_token_ids": (True, SCORED),
-    "return_token_strs": (True, {}),
-    # how a prompt is made
-    "add_special_tokens": (False, {}),
-    "truncate_prompt_tokens": (2, {}),
-    "truncation_side": ("right", {"truncate_prompt_tokens": 2}),
-    "add_generation_prompt": (False, {}),
-    "continue_final_message": (True, {}),
-    "reasoning_effort": ("low", {}),
-    "chat_template_kwargs": ({"mood": "good"}, {}),
-    # responses
-    "input": ([{"role": "user", "content": "four"}], {}),
-    "instructions": ("Be nice", {}),
-    "max_output_tokens": (3, {}),
-    "text": ({"format": {"type": "json_object"}}, {}),
-    "format": ({"type": "json_object"}, {}),
-    "verbosity": ("low", {}),
-    "reasoning": ({"effort": "low"}, {}),
-    "effort": ("low", {}),
-    "summary": ("concise", {}),
-    "generate_summary": ("concise", {}),
-    "include": (INCLUDED, {}),
-    "truncation": ("auto", {"input": "word " * 1500}),
-    "metadata": ({"a": "b"}, {}),
-    # tools and reasoning
-    "tools": ([TOOL], {}),
-    "tool_choice": ("none", CALLING),
-    "parallel_tool_calls": (False, CALLING),
-    "include_reasoning": (False, CALLING),
-    "separate_reasoning": (False, CALLING),
+    name: (value, _BESIDE.get(name, {})) for name, value in _TOLD["values"].items()
 }
 """Field -> a value that is not its default, and what must be given with it to count; by path where paths differ."""
+OTHER_VALUES = {(path, name): value for path, own in _TOLD["other_values"].items() for name, value in own.items()}
 AS_THEY_ARE = {"messages", "prompt", "chat_template_kwargs"}
 """Fields whose strings are texts."""
-OTHER_VALUES = {("/v1/completions", "logprobs"): 1, ("/v1/chat/completions", "add_special_tokens"): True}
-OTHER_VALUES |= {("/v1/responses", "tools"): CALLING["/v1/responses"]["tools"]}
-OTHER_VALUES |= {("/tokenize", "model"): "other", ("/detokenize", "model"): "other"}
-OTHER_VALUES |= {("/tokenize", "add_special_tokens"): True, ("/detokenize", "skip_special_tokens"): True}
 
 
 class Tokenizer:

@@ -325,16 +325,10 @@ def test_what_openais_client_sends_for_nothing_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "resp_1"),
-        ("DELETE", "resp_1"),
-        ("POST", "resp_1/cancel"),
-        ("GET", "resp_1/input_items"),
-        ("POST", "compact"),
-    ],
+    "asked", ["GET resp_1", "DELETE resp_1", "POST resp_1/cancel", "GET resp_1/input_items", "POST compact"]
 )
-def test_what_asks_for_a_stored_response(method: str, path: str) -> None:
+def test_what_asks_for_a_stored_response(asked: str) -> None:
+    method, path = asked.split()
     response = call(app_of(FakeEngine()), method, f"{RESPONSES}/{path}")
     assert response.status_code == 404
     error = response.json()["error"]

@@ -3,10 +3,12 @@
 import asyncio
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from api_clients import (
     BODIES,
     MODEL,
@@ -297,48 +299,8 @@ def test_many_requests_at_once_are_not_mixed_up() -> None:
 
 DOCUMENT = ROOT / "docs" / "api.md"
 OURS = {getattr(route, "path", "") for route in router.routes}
-# Paths of openai's client 3.57, below /v1.
-OPENAI = """
-agents agents/automations/x/pause agents/environments agents/sessions/x/events assistants assistants/x audio/speech
-audio/transcriptions audio/translations audio/voices batches batches/x/cancel chat/completions chat/completions/x
-chat/completions/x/messages chatkit/sessions chatkit/threads/x/items completions containers/x/files/x/content
-content_provenance_checks conversations conversations/x/items decisions embeddings evals evals/x/runs/x files files/x
-files/x/content fine_tuning/alpha/graders/run fine_tuning/jobs fine_tuning/jobs/x/cancel images/edits
-images/generations images/variations live/sessions models models/x moderations organization/costs projects/x/roles
-realtime/sessions realtime/client_secrets safety/alerts/x skills skills/x/versions threads threads/x/messages
-threads/x/runs/x/submit_tool_outputs threads/runs uploads uploads/x/parts vaults vector_stores vector_stores/x/search
-videos videos/x/remix webhook_endpoints webhook_event_types
-"""
-VLLM = """
-abort_requests classify cohere/v2/chat collective_rpc detokenize fault_tolerance/apply fault_tolerance/status
-finish_weight_update generative_scoring get_world_size health inference/v1/abort_requests inference/v1/generate
-init_weight_transfer_engine invocations is_paused is_scaling_elastic_ep is_sleeping kv_event_sources load pause ping
-pooling ready readyz release_kv_cache_memory rerank reset_encoder_cache reset_mm_cache reset_prefix_cache resume
-scale_elastic_ep score server_info shutdown_weight_transfer_engine sleep start_draft_weight_update start_profile
-start_weight_update stop_profile tokenize tokenizer_info update_weight_version update_weights v1/audio/transcriptions
-v1/audio/translations v1/chat/completions v1/chat/completions/batch v1/chat/completions/derender
-v1/chat/completions/render v1/completions v1/completions/derender v1/completions/render v1/embeddings
-v1/load_lora_adapter v1/messages v1/messages/count_tokens v1/messages/render v1/models v1/realtime v1/rerank v1/score
-v1/systemone v1/unload_lora_adapter v2/embed v2/rerank version wake_up weight_checker weight_info
-"""
-SGLANG = """
-abort_request add_external_corpus api/chat api/generate api/show api/tags begin_weight_update classify close_session
-configure_logging continue_generation destroy_weights_update_group detokenize dump_expert_distribution_record
-dumper/x encode end_weight_update flush_cache freeze_gc generate get_hicache_l3_cache_layout get_model_info
-get_remote_instance_transfer_engine_info get_server_info get_transfer_engine_info get_weights_by_name health
-health_generate hicache/storage-backend hicache/storage-backend/clear init_weights_send_group_for_remote_instance
-init_weights_update_group invocations is_scaling_elastic_ep list_external_corpora load_lora_adapter
-load_lora_adapter_from_tensors model_info open_session parse_function_call pause_generation pd_role_switch ping ready
-register_transfer_engine_info release_memory_occupation remote_instance_transfer_engine_info remove_external_corpus
-resume_memory_occupation scale_elastic_ep send_weights_to_remote_instance separate_reasoning server_info
-set_internal_state set_trace_level slow_down start_expert_distribution_record start_profile
-stop_expert_distribution_record stop_profile tokenize unload_lora_adapter update_weight_version
-update_weights_from_disk update_weights_from_distributed update_weights_from_ipc update_weights_from_tensor
-v1/audio/transcriptions v1/chat/completions v1/classify v1/completions v1/decisions v1/detokenize v1/embeddings
-v1/loads v1/messages v1/messages/count_tokens v1/models v1/models/x v1/realtime v1/rerank v1/score v1/systemone
-v1/tokenize vertex_generate weights_checker
-"""
-KNOWN = [*(f"/v1/{path}" for path in OPENAI.split()), *(f"/{path}" for path in (*VLLM.split(), *SGLANG.split()))]
+_PATHS = yaml.safe_load(Path(__file__).with_name("known_paths.yaml").read_text(encoding="utf-8"))
+KNOWN = [f"/{'v1/' if system == 'openai' else ''}{path}" for system, paths in _PATHS.items() for path in paths.split()]
 
 
 def test_every_path_of_others_is_ours_or_says_what_to_use() -> None:

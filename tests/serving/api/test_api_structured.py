@@ -181,15 +181,9 @@ NESTED: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "response_format.triggers": (FORMATS["tags"], FORMATS["tags"] | {"triggers": ["<f=a"]}),
     "response_format.format": (FORMATS["tags"], FORMATS["newer tags"]),
     **{
-        f"structured_outputs.{name}": ({}, {name: value})
-        for name, value in {
-            "json": {"type": "null"},
-            "regex": "a",
-            "choice": ["a"],
-            "grammar": 'start: "a"',
-            "json_object": True,
-            "structural_tag": TAGS,
-        }.items()
+        f"structured_outputs.{name}": ({}, OUTPUTS[kind])
+        for kind in ("json", "regex", "choice", "lark", "json_object", "tags")
+        for name in OUTPUTS[kind]
     },
     "structured_outputs.whitespace_pattern": (OUTPUTS["json"], OUTPUTS["white space"]),
     "structured_outputs.disable_any_whitespace": (OUTPUTS["json"], OUTPUTS["no white space"]),

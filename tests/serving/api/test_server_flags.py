@@ -1,7 +1,6 @@
 """Settings of the server that change its answers, each a flag of `ubatch serve`; the ids of requests, and their log."""
 
 import io
-import json
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,6 @@ from api_clients import ASKS, CHAT, COMPLETIONS, app_of, app_with, call, chat, c
 from fake_engine import FakeEngine
 
 from serving.api.request_log import RequestLog
-from serving.generation_config import checkpoint_defaults, request_defaults
 from serving.logs import configure_logging
 from serving.requests import EngineDead
 from serving.text.chat_template import read_template
@@ -99,18 +97,6 @@ def test_a_template_is_a_file_or_itself(tmp_path: Path) -> None:
 
 
 # -- the defaults of requests ------------------------------------------------------------------------------------
-
-
-def test_defaults_come_from_the_checkpoint_a_folder_or_nobody(tmp_path: Path) -> None:
-    for folder, values in (("model", {"temperature": 0.5, "top_k": 3}), ("other", {"max_new_tokens": 7})):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "generation_config.json").write_text(json.dumps(values))
-    model = tmp_path / "model"
-    assert request_defaults(model) == checkpoint_defaults(model) == {"temperature": 0.5, "top_k": 3}
-    assert request_defaults(model, "vllm") == {}
-    assert request_defaults(model, str(tmp_path / "other")) == {"max_tokens": 7}
-    changed = request_defaults(model, "auto", {"temperature": 0.25, "max_new_tokens": 9})
-    assert changed == {"temperature": 0.25, "top_k": 3, "max_tokens": 9}
 
 
 def test_requests_without_a_seed_get_theirs_from_the_servers() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from engine_mains import core_over
 from fake_device import run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,9 +18,7 @@ from model_runner import ModelRunner, Request, SamplingParams, SamplingRow, Sche
 from model_runner.sampling.sampler import NO_TOKEN, OUT_OF_TOKENS, sample
 from model_runner.sampling.sampling_params import BadSequences
 from model_runner.speculation import Acceptance, DraftRows, sample_by_rejection
-from serving.engine import EngineCore
 from serving.requests import RequestInput
-from serving.scheduler import Scheduler, SchedulerConfig
 from ubatch import UBatchConfig
 
 ODD = tuple(range(1, VOCAB, 2))
@@ -187,16 +186,8 @@ def test_both_loops_give_the_same_tokens(
 ) -> None:
     with make_runner(checkpoint, lanes=lanes) as runner:
         for overlap in (False, True):
-            scheduler = Scheduler(
-                SchedulerConfig(
-                    max_num_seqs=6, max_num_batched_tokens=32, max_model_len=128, enable_prefix_caching=False
-                ),
-                runner.allocator,
-                runner.request_table,
-                eos_token_ids=runner.config.eos_token_ids,
-                vocab_size=runner.config.vocab_size,
-            )
-            core = EngineCore(runner, scheduler, overlap_schedule=overlap)
+            sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "max_model_len": 128}
+            core = core_over(runner, overlap=overlap, enable_prefix_caching=False, **sizes)
             inputs = [RequestInput(str(n), prompt, params[n]) for n, prompt in enumerate(PROMPTS)]
             outputs = run(core, inputs)
             check([outputs[str(n)] for n in range(len(PROMPTS))], expected)

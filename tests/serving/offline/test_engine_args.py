@@ -141,9 +141,13 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
 
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 99}')
     own = {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
-    assert defaults() == defaults(generation_config=str(tmp_path)) == own
+    assert defaults() == own
     assert defaults(generation_config="vllm") == {}
-    assert defaults(override_generation_config={"temperature": 0.1}) == own | {"temperature": 0.1}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    assert defaults(generation_config=str(tmp_path / "other")) == {"max_tokens": 7}
+    changed = {"temperature": 0.25, "max_new_tokens": 9}
+    assert defaults(override_generation_config=changed) == own | {"temperature": 0.25, "max_tokens": 9}
     params = Front(tmp_path, None, front(), priorities=False).default_params()
     assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 99)
     with pytest.raises(ConfigError, match="override_generation_config cannot be used: top_p"):

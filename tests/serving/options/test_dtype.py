@@ -67,13 +67,9 @@ def test_a_gpu_takes_what_the_config_says(stored: tuple[str, ...], chosen: str, 
     assert not measured
 
 
-def _as_transformers_4(values: dict[str, object]) -> None:
-    values["torch_dtype"] = values.pop("dtype")
-
-
 CONFIGS: dict[str, tuple[Callable[[dict[str, object]], object], tuple[str, ...]]] = {
     "as it is": (lambda values: None, ("float16",)),
-    "transformers 4": (_as_transformers_4, ("float16",)),
+    "transformers 4": (lambda values: values.update(torch_dtype=values.pop("dtype")), ("float16",)),
     "none": (lambda values: values.pop("dtype"), ("float16",)),
     "another": (lambda values: values.update(dtype="bfloat16"), ("bfloat16", "float16")),
 }

@@ -225,25 +225,17 @@ def _answer(kind: type[errors.HfHubHTTPError], status: int) -> Exception:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            lambda: _answer(errors.GatedRepoError, 403),
-            "is gated: ask for access on https://huggingface.co/a/b, then log",
-        ),
-        (lambda: _answer(errors.RepositoryNotFoundError, 401), "the hub has no model of that name, or a private one"),
-        (
-            lambda: _answer(errors.RevisionNotFoundError, 404),
-            "at revision v1: the hub has no such branch, tag or commit",
-        ),
-        (lambda: _answer(errors.HfHubHTTPError, 500), "could not be had from the hub: HfHubHTTPError"),
-        (lambda: errors.LocalEntryNotFoundError("no"), "and the hub does not answer. Try again, name a cache"),
-        (lambda: OSError(28, "No space left on device"), "could not be had from the hub: OSError: [Errno 28] No space"),
+        (_answer(errors.GatedRepoError, 403), "is gated: ask for access on https://huggingface.co/a/b, then log"),
+        (_answer(errors.RepositoryNotFoundError, 401), "the hub has no model of that name, or a private one"),
+        (_answer(errors.RevisionNotFoundError, 404), "at revision v1: the hub has no such branch, tag or commit"),
+        (_answer(errors.HfHubHTTPError, 500), "could not be had from the hub: HfHubHTTPError"),
+        (errors.LocalEntryNotFoundError("no"), "and the hub does not answer. Try again, name a cache"),
+        (OSError(28, "No space left on device"), "could not be had from the hub: OSError: [Errno 28] No space"),
     ],
 )
-def test_what_the_hub_refuses_says_what_to_do(
-    error: Callable[[], Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_refuses_says_what_to_do(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> str:
-        raise error()
+        raise error
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)

@@ -35,7 +35,6 @@ EACH = [
     for command, table in TABLES.items()
     for name in (table.groups["source"].model_fields if command == "trace" else table.settings)
 ]
-SWITCHES = [(command, name) for command, table in TABLES.items() for name in table.settings if table.is_switch(name)]
 FILE_ONLY = {"schedules", "decode", "prefill", "verify"}
 
 
@@ -90,16 +89,6 @@ def beside(table: Table, case: Case, name: str) -> list[str]:
     return [str(TINY_MOE), *words]
 
 
-def given_instead(table: Table, case: Case) -> list[str]:
-    return known(table, case.without) if "--" in "".join(case.without[:1]) else list(case.without)
-
-
-def with_flag(case: Case, name: str) -> list[str]:
-    if name == "model":
-        return list(case.words)
-    return [flag(name, off=case.off), *case.words]
-
-
 def as_yaml(case: Case, name: str) -> str:
     value = case.yaml or (case.words[0] if case.words else "false" if case.off else "true")
     return f"{name.replace('_', '-')}: {value}\n"
@@ -150,14 +139,16 @@ def test_every_flag_and_every_key_changes_something(
     table, case = TABLES[command], CASES[name]
     monkeypatch.setattr(resolve, "count_gpus", lambda: case.gpus)
     base = beside(table, case, name)
-    before = at_work(command, [*base, *given_instead(table, case)], case.gpus)
+    without = known(table, case.without) if "--" in "".join(case.without[:1]) else case.without
+    before = at_work(command, [*base, *without], case.gpus)
     in_file = flag(name) not in base  # else the flag next to it would win
     (hub / "settings.yaml").write_text(as_yaml(case, name))
     if in_file:
         from_file = at_work(command, [*base, "--config", "settings.yaml"], case.gpus)
         assert differences(before, from_file), f"{name} in a file changes nothing"
     if name not in FILE_ONLY:
-        from_line = at_work(command, [*base, *with_flag(case, name)], case.gpus)
+        words = [*([] if name == "model" else [flag(name, off=case.off)]), *case.words]
+        from_line = at_work(command, [*base, *words], case.gpus)
         assert differences(before, from_line), f"{flag(name)} changes nothing"
         assert not in_file or differences(from_line, from_file) <= {"said", "log"}
 

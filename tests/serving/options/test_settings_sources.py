@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from repository import ROOT, TINY_MOE
@@ -18,18 +17,13 @@ from ubatch import ConfigError
 TINY = str(TINY_MOE)
 
 
-def from_file(tmp_path: Path, text: str) -> Any:
-    file = tmp_path / "settings.yaml"
-    file.write_text(text)
-    return read_file(file)
-
-
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
-    text = "schedules:\n  a: {b: &b {<<: &c {lanes: 2, lead: 1}, lanes: 3}}\n  d: {<<: *b, lead: 0}\n"
-    assert from_file(tmp_path, text)["schedules"].value["d"] == {"lanes": 3, "lead": 0}
+    file = tmp_path / "settings.yaml"
+    file.write_text("schedules:\n  a: {b: &b {<<: &c {lanes: 2, lead: 1}, lanes: 3}}\n  d: {<<: *b, lead: 0}\n")
+    assert read_file(file)["schedules"].value["d"] == {"lanes": 3, "lead": 0}
 
 
 # -- the environment -------------------------------------------------------------------------------------------------

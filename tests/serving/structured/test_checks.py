@@ -63,6 +63,7 @@ def references(count: int) -> dict[str, Any]:
     return {"$defs": {**defs, f"d{count}": {}}, "$ref": "#/$defs/d0"}
 
 
+NAMES: dict[str, Any] = {f"prop{n}": {} for n in range(1000)}
 CONST = {"type": "const_string", "value": "x"}
 
 
@@ -76,7 +77,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "refers too far": {"json": references(3000)},
     "doubles": {"grammar": "start: R0\n" + "\n".join(f"R{n}: R{n + 1} R{n + 1}" for n in range(40)) + '\nR40: "a"'},
     "intersects": {"json": {"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for m in range(4)]} for n in range(12)]}},
-    "has too many names": {"json": {"type": "object", "properties": {f"prop{n}": {} for n in range(1000)}}},
+    "has too many names": {"json": {"type": "object", "properties": NAMES}},
     "is read in many ways": {"grammar": 'start: e\ne: e e e | e e | "a" |'},
     "is read in ever more ways": {"grammar": 'start: e\ne: e e | "a" | "b"'},
     "repeats": {"regex": "(a{1,1000}){1,1000}"},
@@ -109,13 +110,7 @@ FINE: dict[str, dict[str, Any]] = {
     "has long arrays": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9}},
     "has long texts": {"json": {"type": "string", "maxLength": 10**12}},
     "has many names": {"json": {"type": "object", "properties": {f"prop{n}": {} for n in range(490)}}},
-    "has many required names": {
-        "json": {
-            "type": "object",
-            "properties": {f"prop{n}": {} for n in range(1000)},
-            "required": [f"prop{n}" for n in range(1000)],
-        }
-    },
+    "has many required names": {"json": {"type": "object", "properties": NAMES, "required": [*NAMES]}},
     "refers far": {"json": references(100)},
 }
 

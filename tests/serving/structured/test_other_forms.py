@@ -84,6 +84,9 @@ def test_grammars_in_both_notations() -> None:
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 CALL = {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": OBJECT}, "end": "</f>"}
 WORDS = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": ["</t>", "</u>"]}
+ONE_OF = {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL]}
+SEPARATED = {"type": "tags_with_separator", "tags": [CALL]}
+ONCE = {"at_least_one": True, "stop_after_first": True}
 TAGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (CALL, ['<f=a>{"a":1}</f>'], ["", '<f=a>{"b":1}</f>', "<f=a></f>"]),
     ({"type": "sequence", "elements": [WORDS, {"type": "any_text"}]}, ["<t>a</t>", "<t>a</u>b"], ["<t>a", "a"]),
@@ -97,32 +100,10 @@ TAGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['a<f=a>{"a":1}</f>'],
         ["a"],
     ),
-    (
-        {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL]},
-        ["", "a", 'a <f=a>{"a":1}</f>', '<f=a>{"a":1}</f>b<f=a>{"a":2}</f>'],
-        ["<f=b>", "a<f=a>{}"],
-    ),
-    (
-        {"type": "triggered_tags", "triggers": ["<f="], "tags": [CALL], "at_least_one": True, "stop_after_first": True},
-        ['a<f=a>{"a":1}</f>'],
-        ["", "a", '<f=a>{"a":1}</f>b'],
-    ),
-    (
-        {"type": "tags_with_separator", "tags": [CALL], "separator": ","},
-        ["", '<f=a>{"a":1}</f>,<f=a>{"a":1}</f>'],
-        ['<f=a>{"a":1}</f>,'],
-    ),
-    (
-        {
-            "type": "tags_with_separator",
-            "tags": [CALL],
-            "separator": "",
-            "at_least_one": True,
-            "stop_after_first": True,
-        },
-        ['<f=a>{"a":1}</f>'],
-        ["", '<f=a>{"a":1}</f><f=a>{"a":1}</f>'],
-    ),
+    (ONE_OF, ["", "a", 'a <f=a>{"a":1}</f>', '<f=a>{"a":1}</f>b<f=a>{"a":2}</f>'], ["<f=b>", "a<f=a>{}"]),
+    ({**ONE_OF, **ONCE}, ['a<f=a>{"a":1}</f>'], ["", "a", '<f=a>{"a":1}</f>b']),
+    ({**SEPARATED, "separator": ","}, ["", '<f=a>{"a":1}</f>,<f=a>{"a":1}</f>'], ['<f=a>{"a":1}</f>,']),
+    ({**SEPARATED, "separator": "", **ONCE}, ['<f=a>{"a":1}</f>'], ["", '<f=a>{"a":1}</f><f=a>{"a":1}</f>']),
     *(
         ({"type": kind, "content": {"type": "const_string", "value": "ab"}, **more}, fits, fits_not)
         for kind, more, fits, fits_not in (
@@ -161,7 +142,7 @@ def test_older_structural_tags() -> None:
         ({"type": "json_schema", "json_schema": {"not": {}}}, "format: not: not is not supported"),
         ({"type": "json_schema", "json_schema": {}, "style": "deepseek_xml"}, "the style 'deepseek_xml'"),
         ({"type": "tag", "begin": {"type": "token", "token": 5}, "content": CALL, "end": "x"}, "begin is a text"),
-        ({"type": "triggered_tags", "triggers": ["<g"], "tags": [CALL]}, "exactly one of the triggers"),
+        ({**ONE_OF, "triggers": ["<g"]}, "exactly one of the triggers"),
         ({"type": "repeat", "min": 2, "max": 1, "content": CALL}, "integers from 0"),
         ({"type": "or", "elements": []}, "not empty"),
         ({"type": "regex", "pattern": "a", "style": "json"}, "format: 'style' is not supported in 'regex'"),

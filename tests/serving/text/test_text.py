@@ -31,16 +31,12 @@ WORDS = ["▁", "▁the", "▁a", "the", "s", "▁▁", "é", "中", ".", "▁."
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def wrapped(backend: Tokenizer) -> Any:
-    backend.add_special_tokens([AddedToken("</s>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-
-
 def word_level(words: list[str], decoder: Any) -> Any:
     backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=words[0]))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoder
-    return wrapped(backend)
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
 def llama_like() -> Any:
@@ -192,16 +188,9 @@ def test_an_incomplete_character_comes_at_the_end(tiny: Any) -> None:
 
 def test_text_is_held_back_only_as_long_as_needed(tiny: Any) -> None:
     stream = TextStream(tiny, stop=["abc", "bd"])
-    tokens = {character: tiny.encode(character) for character in "abcdx"}
-    assert stream.push(tokens["x"]) == "x"
-    assert stream.push(tokens["a"]) == ""
-    assert stream.push(tokens["b"]) == ""
-    assert stream.push(tokens["x"]) == "abx"
-    assert stream.push(tokens["a"]) == ""
-    assert stream.push(tokens["b"]) == ""
-    assert stream.push(tokens["d"]) == "a"
+    assert [stream.push(tiny.encode(character)) for character in "xabxabd"] == ["x", "", "", "abx", "", "", "a"]
     assert (stream.stopped, stream.num_tokens, stream.text) == ("bd", 7, "xabxa")
-    assert stream.push(tokens["x"], finished=True) == ""
+    assert stream.push(tiny.encode("x"), finished=True) == ""
     assert stream.num_tokens == 7
 
 
@@ -263,6 +252,8 @@ def test_a_decoder_over_the_whole_text_is_refused() -> None:
 
 
 TEXT = "tokenizer.json"
+_NO_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
+_ONLY_ADDED = json.dumps({**json.loads((TINY_MOE / TEXT).read_text()), "model": _NO_MODEL}).encode()
 
 
 @pytest.fixture
@@ -270,53 +261,32 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(TINY_MOE, tmp_path / "model"))
 
 
-def leave_out(folder: Path) -> None:
-    (folder / TEXT).unlink()
+FAULTS: dict[str, tuple[dict[str, bytes | None], str]] = {
+    "no tokenizer": ({TEXT: None}, "tokenizer"),
+    "nothing of one": ({TEXT: None, "tokenizer_config.json": None}, "tokenizer"),
+    "only added tokens": ({TEXT: _ONLY_ADDED}, "only added tokens"),
+    "cut off": ({TEXT: b'{"a"'}, "tokenizer.json is not a tokenizer that can be read"),
+    "no specification": ({TEXT: b'{"version":"1.0"}'}, "tokenizer.json is not a tokenizer that can be read"),
+    "no text": ({TEXT: b"\xff\xfe"}, "tokenizer.json is not a tokenizer that can be read"),
+}
 
 
-def leave_out_all(folder: Path) -> None:
-    for name in (TEXT, "tokenizer_config.json"):
+def spoil(folder: Path, fault: str) -> str:
+    """Write the fault's files, or remove them; what is said then."""
+    files, message = FAULTS[fault]
+    for name, content in files.items():
         (folder / name).unlink()
-
-
-def only_added(folder: Path) -> None:
-    spec = json.loads((folder / TEXT).read_text())
-    spec["model"] = {"type": "BPE", "vocab": {}, "merges": []}
-    (folder / TEXT).write_text(json.dumps(spec))
-
-
-def cut_off(folder: Path) -> None:
-    (folder / TEXT).write_text('{"a"')
-
-
-def no_spec(folder: Path) -> None:
-    (folder / TEXT).write_text('{"version":"1.0"}')
-
-
-def no_text(folder: Path) -> None:
-    (folder / TEXT).write_bytes(b"\xff\xfe")
-
-
-FAULTS = [
-    (leave_out, "tokenizer"),
-    (leave_out_all, "tokenizer"),
-    (only_added, "only added tokens"),
-    (cut_off, "tokenizer.json is not a tokenizer that can be read"),
-    (no_spec, "tokenizer.json is not a tokenizer that can be read"),
-    (no_text, "tokenizer.json is not a tokenizer that can be read"),
-]
+        if content is not None:
+            (folder / name).write_bytes(content)
+    return message
 
 
 @pytest.mark.parametrize("words", [("serve",), ("generate", "--prompt", "x"), ("trace", "--prompt", "x")])
-@pytest.mark.parametrize(("spoil", "message"), FAULTS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_commands_refuse_it_when_settings_are_read(
-    folder: Path,
-    spoil: Callable[[Path], None],
-    message: str,
-    words: tuple[str, ...],
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, fault: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil(folder)
+    message = spoil(folder, fault)
     command, *more = words
     assert main([command, str(folder), "--print-config", *more]) == 2
     error = capsys.readouterr().err
@@ -325,25 +295,23 @@ def test_commands_refuse_it_when_settings_are_read(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("spoil", "message"), FAULTS)
-def test_llm_refuses_it_before_weights_travel(
-    folder: Path, spoil: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil(folder)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_llm_refuses_it_before_weights_travel(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = spoil(folder, fault)
     monkeypatch.setattr(serving.offline.opening, "fetch_checkpoints", lambda _: pytest.fail("weights were asked for"))
     with pytest.raises(ConfigError, match=message if "read" not in message else "tokenizer"):
         LLM(folder, device="cpu")
 
 
 def test_a_server_needs_text_and_other_machines_do_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leave_out_all(folder)
+    spoil(folder, "nothing of one")
     nodes = ("--nnodes", "2", "--node-rank", "1", "--data-parallel-size", "2", "--enable-expert-parallel")
     where = ("--master-addr", "127.0.0.1", "--master-port", "4000", "--device", "cpu")
     assert main(["serve", str(folder), *nodes, *where, "--print-config"]) == 0
 
 
 def test_llm_without_a_tokenizer_needs_none(folder: Path) -> None:
-    leave_out_all(folder)
+    spoil(folder, "nothing of one")
     with LLM(folder, skip_tokenizer_init=True, device="cpu", kv_cache_memory="4M", max_num_seqs=1) as llm:
         assert llm.generate([1, 2, 3], use_tqdm=False)[0].outputs[0].token_ids
 
