@@ -111,6 +111,7 @@ def test_steps_launched_before_the_last_one_is_read(checkpoint: Path) -> None:
 
 thin = checkpoint_fixture(make_checkpoint, replace(TINY, num_hidden_layers=1, num_key_value_heads=1))
 """One layer with one key/value head: few programs for Triton's interpreter."""
+TRITON: dict[str, Any] = {"attention_backend": "torch", "decode_attention_backend": "triton", "max_model_len": 32}
 
 
 @pytest.mark.sample(4)
@@ -120,15 +121,8 @@ def test_triton_kernels(thin: Path, lanes: int, experts: str) -> None:
     jobs = [Job(n, [n + 1] * (4 + 8 * n), SamplingParams(max_tokens=4, ignore_eos=True)) for n in range(3)]
     with make_runner(thin) as eager:
         expected = serve(eager, jobs)
-    options: dict[str, Any] = {
-        "prefill_attention_backend": "torch",
-        "decode_attention_backend": "triton",
-        "experts_backend": experts,
-        "max_model_len": 32,
-        "threshold": 2,
-        "cudagraph_capture_sizes": (3,),
-    }
-    with make_captured(thin, lanes=lanes, **options) as runner:
+    options = {"experts_backend": experts, "threshold": 2, "cudagraph_capture_sizes": (3,)}
+    with make_captured(thin, lanes=lanes, **TRITON, **options) as runner:
         assert serve(runner, jobs) == expected
         statistics = runner.statistics()
         assert statistics.graph_replays == len(expected[1])
@@ -142,8 +136,7 @@ def test_latent_attention(tmp_path: Path) -> None:
     jobs = make_load(4, 3, 4)
     with make_runner(path, attention_backend="torch") as eager:
         expected = serve(eager, jobs)
-    triton = {"attention_backend": "torch", "decode_attention_backend": "triton", "max_model_len": 32}
-    with make_captured(path, lanes=2, cudagraph_capture_sizes=(4,), **triton) as runner:
+    with make_captured(path, lanes=2, cudagraph_capture_sizes=(4,), **TRITON) as runner:
         assert serve(runner, jobs) == expected
         assert runner.statistics().graph_replays == len(expected[1])
 
@@ -283,10 +276,6 @@ def everything(runner: ModelRunner) -> list[Tensor]:
     return [*runner.states.windows, *runner.states.states, *(each for kept in runner.states.kept for each in kept)]
 
 
-def graphs_of(drafts: int) -> dict[str, Any]:
-    return {"num_speculative_tokens": drafts, "cudagraph_capture_sizes": (2, 4), "threshold": 3, "max_num_seqs": 6}
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize(("lanes", "drafts"), [(0, 0), (2, 2)])
 def test_every_replay_has_the_states_of_its_own_requests(
@@ -295,7 +284,8 @@ def test_every_replay_has_the_states_of_its_own_requests(
     """Requests come and go, in other slots and other places of the batch, with padding; drafts are right in part."""
     use_triton(monkeypatch)
     rng, prompts = random.Random(lanes + drafts), prompts_of(7)
-    with make_captured(hybrid, lanes=lanes, **graphs_of(drafts)) as runner:
+    options = {"num_speculative_tokens": drafts, "cudagraph_capture_sizes": (2, 4), "threshold": 3, "max_num_seqs": 6}
+    with make_captured(hybrid, lanes=lanes, **options) as runner:
         assert not any(each.any() for each in everything(runner))  # nor did a warm-up or a capture
         before = runner.statistics().graph_replays
         waiting, running, steps, accepted = list(range(7)), [], 0, set()

@@ -218,13 +218,11 @@ def test_all_rows_run_if_they_are_read(tmp_path: Path) -> None:
         def observe(self, batch: Any, hidden: Any, tokens: Any, accepted_rows: Any) -> None: ...
 
     path = make_checkpoint(tmp_path, "Qwen3Moe")
-    with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner:
-        counts, _ = first_step(runner, prompt_logprobs=1)
-        assert set(counts) == {7 + 1 + CHUNK + 3}
-    with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner:
-        runner.set_observer(Observer())
-        counts, _ = first_step(runner)
-        assert set(counts) == {7 + 1 + CHUNK + 3}
+    for observer, params in ((None, {"prompt_logprobs": 1}), (Observer(), {})):
+        with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner:
+            runner.set_observer(observer)
+            counts, _ = first_step(runner, **params)
+            assert set(counts) == {7 + 1 + CHUNK + 3}
     with ModelRunner(path, num_kv_blocks=64, block_size=4) as runner, counting_rows(runner) as counts:
         outputs = generate(runner, [[7], [9]], SamplingParams(max_tokens=4))
         assert counts == [8] * len(counts)
