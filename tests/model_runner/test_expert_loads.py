@@ -62,13 +62,10 @@ def test_every_routed_token_is_counted(checkpoint: Path, overlap: bool) -> None:
     with ModelRunner(checkpoint, num_kv_blocks=64, dbo=dbo, experts_backend="grouped") as runner:
         with routed() as ids:
             counts = run(runner)
-        num_experts = runner.config.num_experts
-        assert torch.equal(
-            counts.sum((0, 1)), torch.bincount(torch.cat([each.flatten() for each in ids]), minlength=num_experts)
-        )
+        chosen = torch.cat([each.flatten() for each in ids])
+        assert torch.equal(counts.sum((0, 1)), torch.bincount(chosen, minlength=runner.config.num_experts))
         assert counts.sum(-1).tolist() == expected_sums()
-        engaged = runner.statistics().engaged
-        assert bool(engaged) is overlap
+        assert bool(runner.statistics().engaged) is overlap
         assert torch.equal(run(runner), 2 * counts), "the counts only grow"
         runner.clear_expert_loads()
         assert not counts_of(runner).any()

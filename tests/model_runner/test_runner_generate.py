@@ -106,13 +106,8 @@ def test_lanes_change_nothing(
     checkpoint: Path, expected: list[tuple[int, ...]], num_ubatches: int, schedule: str, no_thread_leaks: None
 ) -> None:
     """Overlap on one rank: every step in lanes, requests cut in two where there are two lanes."""
-    dbo = UBatchConfig(
-        num_ubatches=num_ubatches,
-        schedule=schedule,
-        dbo_decode_token_threshold=num_ubatches,
-        dbo_prefill_token_threshold=num_ubatches,
-        tbo_token_distribution_threshold=0.5,
-    )
+    thresholds = dict.fromkeys(("dbo_decode_token_threshold", "dbo_prefill_token_threshold"), num_ubatches)
+    dbo = UBatchConfig(num_ubatches=num_ubatches, schedule=schedule, tbo_token_distribution_threshold=0.5, **thresholds)
     with ModelRunner(checkpoint, num_kv_blocks=40, block_size=4, max_num_seqs=8, dbo=dbo) as runner:
         assert tokens_of(runner, PROMPTS, GREEDY) == expected
         statistics = runner.statistics()

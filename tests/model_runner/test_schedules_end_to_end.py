@@ -92,10 +92,6 @@ STEADY = {
 }
 
 
-def is_quick(cell: Cell) -> bool:
-    return cell in QUICK
-
-
 @dataclass
 class Record:
     """What the operations of a rank's steps were: `(step, lane, operation)`."""
@@ -198,9 +194,9 @@ def ranks(checkpoints: dict[str, Path]) -> Callable[[Cell], list[dict[Cell, dict
     """Both ranks' results of all quick cells, or of all others, with whichever a cell is."""
     paths = {family: str(path) for family, path in checkpoints.items()}
     of = functools.cache(
-        lambda quick: run_ranks(run_cells, 2, paths, [each for each in CELLS if is_quick(each) == quick])
+        lambda quick: run_ranks(run_cells, 2, paths, [each for each in CELLS if (each in QUICK) == quick])
     )
-    return lambda cell: of(is_quick(cell))
+    return lambda cell: of(cell in QUICK)
 
 
 def whole_order(family: str, name: str, lanes: int) -> list[str]:
@@ -232,7 +228,7 @@ def whole_order(family: str, name: str, lanes: int) -> list[str]:
 
 def parameters(cells: Iterable[Cell]) -> list[Any]:
     return [
-        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if is_quick(cell) else pytest.mark.slow)
+        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in QUICK else pytest.mark.slow)
         for cell in cells
     ]
 

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,18 +74,13 @@ def test_decode_and_prefill_have_equal_weight(configs: dict[str, ModelConfig], m
 def test_it_is_measured_once_with_the_kernels_of_the_model(
     configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used: list[str] = []
-    make_experts = cpu_dtype.make_experts
-    monkeypatch.setattr(
-        cpu_dtype,
-        "make_experts",
-        lambda name, *args, **kwargs: used.append(name) or make_experts(name, *args, **kwargs),
-    )
+    made = Mock(wraps=cpu_dtype.make_experts)
+    monkeypatch.setattr(cpu_dtype, "make_experts", made)
     assert fastest_cpu_dtype(configs["Mixtral"], "grouped") == fastest_cpu_dtype(configs["Mixtral"], "grouped")
-    assert used == ["grouped", "grouped"]
+    assert [call.args[0] for call in made.call_args_list] == ["grouped", "grouped"]
     expected = [cpu_dtype.fastest_cpu_experts(dtype, torch.device("cpu")) for dtype in cpu_dtype._DTYPES]
     fastest_cpu_dtype(configs["Mixtral"])
-    assert used[2:] == expected
+    assert [call.args[0] for call in made.call_args_list[2:]] == expected
 
 
 @needs_c
@@ -108,14 +104,9 @@ def test_the_output_layer_is_measured_as_it_runs_and_on_a_ranks_threads(
 def test_experts_without_bfloat16_stay_in_float32(
     configs: dict[str, ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise ConfigError("no bfloat16 here.")
-
-    monkeypatch.setattr(cpu_dtype, "make_experts", refuse)
-    assert fastest_cpu_dtype(configs["Qwen3Moe"], "mine") == (
-        "float32",
-        "bfloat16 cannot be measured here: no bfloat16 here.",
-    )
+    monkeypatch.setattr(cpu_dtype, "make_experts", Mock(side_effect=ConfigError("no bfloat16 here.")))
+    found = fastest_cpu_dtype(configs["Qwen3Moe"], "mine")
+    assert found == ("float32", "bfloat16 cannot be measured here: no bfloat16 here.")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -247,14 +247,9 @@ def test_single_batch_steps_are_replayed_where_they_would_overlap(checkpoint: Pa
         make_runner(checkpoint, dbo=SINGLE) as eager,
         make_runner(checkpoint) as plain,
     ):
-        assert {(key.num_tokens, key.schedule) for key in captured.wrapper.graphs} == {
-            (7, "single_batch"),
-            (7, "plain"),
-            (4, "single_batch"),
-            (4, "plain"),
-            (2, "plain"),
-            (1, "plain"),
-        }
+        keys = {(key.num_tokens, key.schedule) for key in captured.wrapper.graphs}
+        single = {(7, "single_batch"), (4, "single_batch")}
+        assert keys == single | {(7, "plain"), (4, "plain"), (2, "plain"), (1, "plain")}
         for count in (2, 3, 4, 5, 7):
             tokens = decode(captured, count)
             assert tokens == decode(eager, count) == decode(plain, count)
@@ -298,11 +293,8 @@ def test_each_mode_is_captured_with_its_own_lanes_and_threshold() -> None:
     decodes, verifies = graph_families([1, 2, 4, 8], config, num_speculative_tokens=3)
     assert (decodes.mode, verifies.mode) == (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
     assert [(s.lanes, s.lane_requests) for s in decodes.shapes if s.engaged] == [(3, 3)]
-    assert [(s.lanes, s.lane_requests, s.single) for s in verifies.shapes if s.engaged] == [
-        (1, 2, True),
-        (1, 4, True),
-        (1, 8, True),
-    ]
+    overlapped = [(s.lanes, s.lane_requests, s.single) for s in verifies.shapes if s.engaged]
+    assert overlapped == [(1, 2, True), (1, 4, True), (1, 8, True)]
     assert verifies.fit(1, 12) == min(shape for shape in verifies.shapes if shape.lane_tokens >= 12)
     fitting = verifies.fit(1, 12, single=True)
     assert fitting is not None

@@ -1,4 +1,7 @@
-"""Graphs of verify steps, of steps launched ahead, of Triton's attention and of latent attention; and the vote."""
+"""Graphs of verify steps, of steps launched ahead, of Triton's, of latent and of linear attention; and the vote.
+
+Every replay of linear attention has the states of its own requests, and no others.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint_fixture
+from checkpoints import make_checkpoint as make_family
+from fake_graphs import FakeGraphs
 from hypothesis import given
 from hypothesis import strategies as st
-from request_steps import Ahead, step, verify
+from request_steps import Ahead, admitted, step, verify
 from runner_graph_cases import EXPERTS, TINY, Job, make_captured, make_checkpoint, make_load, make_runner, serve, start
 from speculating import chain
+from torch import Tensor
+from triton_linear import use_triton
 
 from attention import CommonAttentionMetadata
-from model_runner import Draft, ModelRunner, SamplingParams, ScheduledRequest, Step, build_input_batch
+from model_runner import Draft, ModelRunner, Request, SamplingParams, ScheduledRequest, Step, build_input_batch
 from model_runner.graphs.steps import place_in_torch
 from model_runner.kernels.tokens import place_lane
 from tests.support.shaped_steps import decided_step, shaped_step
@@ -104,6 +111,7 @@ def test_steps_launched_before_the_last_one_is_read(checkpoint: Path) -> None:
 
 thin = checkpoint_fixture(make_checkpoint, replace(TINY, num_hidden_layers=1, num_key_value_heads=1))
 """One layer with one key/value head: few programs for Triton's interpreter."""
+TRITON: dict[str, Any] = {"attention_backend": "torch", "decode_attention_backend": "triton", "max_model_len": 32}
 
 
 @pytest.mark.sample(4)
@@ -113,15 +121,8 @@ def test_triton_kernels(thin: Path, lanes: int, experts: str) -> None:
     jobs = [Job(n, [n + 1] * (4 + 8 * n), SamplingParams(max_tokens=4, ignore_eos=True)) for n in range(3)]
     with make_runner(thin) as eager:
         expected = serve(eager, jobs)
-    options: dict[str, Any] = {
-        "prefill_attention_backend": "torch",
-        "decode_attention_backend": "triton",
-        "experts_backend": experts,
-        "max_model_len": 32,
-        "threshold": 2,
-        "cudagraph_capture_sizes": (3,),
-    }
-    with make_captured(thin, lanes=lanes, **options) as runner:
+    options = {"experts_backend": experts, "threshold": 2, "cudagraph_capture_sizes": (3,)}
+    with make_captured(thin, lanes=lanes, **TRITON, **options) as runner:
         assert serve(runner, jobs) == expected
         statistics = runner.statistics()
         assert statistics.graph_replays == len(expected[1])
@@ -131,14 +132,11 @@ def test_triton_kernels(thin: Path, lanes: int, experts: str) -> None:
 @pytest.mark.slow
 def test_latent_attention(tmp_path: Path) -> None:
     """DeepSeek-V2, with a dense layer and shared experts, on Triton's latent attention."""
-    from checkpoints import make_checkpoint as make_family
-
     path = make_family(tmp_path, "DeepseekV2", num_hidden_layers=2, vocab_size=TINY.vocab_size)
     jobs = make_load(4, 3, 4)
     with make_runner(path, attention_backend="torch") as eager:
         expected = serve(eager, jobs)
-    triton = {"attention_backend": "torch", "decode_attention_backend": "triton", "max_model_len": 32}
-    with make_captured(path, lanes=2, cudagraph_capture_sizes=(4,), **triton) as runner:
+    with make_captured(path, lanes=2, cudagraph_capture_sizes=(4,), **TRITON) as runner:
         assert serve(runner, jobs) == expected
         assert runner.statistics().graph_replays == len(expected[1])
 
@@ -243,3 +241,92 @@ def test_an_idle_rank_replays_padding_alone(captured: ModelRunner) -> None:
             assert captured.run(idle).shape == (0, TINY.hidden_size)
         assert captured.statistics().graph_replays == replays + 1
     assert all(torch.equal(cache.keys(layer), keys) for layer, keys in enumerate(before))
+
+
+# -- linear attention -------------------------------------------------------------------------------------------------
+
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+hybrid = checkpoint_fixture(make_family, "Qwen3Next", **LAYERS, **HEADS)
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(131) for _ in range(rng.choice([1, 2, 5, 20]))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def alone(hybrid: Path) -> list[list[int]]:
+    """Each request alone, eagerly, with torch's operators or those in C."""
+    with make_runner(hybrid, max_num_seqs=1) as runner:
+        return [list(decoded(runner, prompt, 10)) for prompt in prompts_of(7)]
+
+
+def decoded(runner: ModelRunner, prompt: list[int], count: int) -> Sequence[int]:
+    (request,) = admitted(runner, [prompt], count)
+    while request.num_output_tokens < count:
+        step(runner, [ScheduledRequest(request, request.num_uncomputed_tokens)])
+    runner.release(request)
+    return request.output_token_ids
+
+
+def everything(runner: ModelRunner) -> list[Tensor]:
+    """All that the pool holds, `[slots, ...]` of every layer."""
+    assert runner.states is not None
+    return [*runner.states.windows, *runner.states.states, *(each for kept in runner.states.kept for each in kept)]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("lanes", "drafts"), [(0, 0), (2, 2)])
+def test_every_replay_has_the_states_of_its_own_requests(
+    hybrid: Path, alone: list[list[int]], lanes: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come and go, in other slots and other places of the batch, with padding; drafts are right in part."""
+    use_triton(monkeypatch)
+    rng, prompts = random.Random(lanes + drafts), prompts_of(7)
+    options = {"num_speculative_tokens": drafts, "cudagraph_capture_sizes": (2, 4), "threshold": 3, "max_num_seqs": 6}
+    with make_captured(hybrid, lanes=lanes, **options) as runner:
+        assert not any(each.any() for each in everything(runner))  # nor did a warm-up or a capture
+        before = runner.statistics().graph_replays
+        waiting, running, steps, accepted = list(range(7)), [], 0, set()
+        while waiting or running:
+            new = waiting[: rng.randint(1, 4) if len(running) < 2 else 0][: 4 - len(running)]
+            waiting = waiting[len(new) :]
+            for number in new:
+                request = Request(number, prompts[number], SamplingParams())
+                runner.admit(request, request.num_tokens + 20)
+                running.append(request)
+            rng.shuffle(running)
+            verify = drafts > 0 and not new and rng.random() < 0.7
+            shares, right = [], []
+            for request in running:
+                tokens = alone[int(request.request_id)][request.num_output_tokens :][:drafts]
+                right.append(rng.randint(0, len(tokens)) if verify else 0)
+                guesses = [token if place < right[-1] else (token + 1) % 131 for place, token in enumerate(tokens)]
+                guesses += [0] * (drafts - len(tokens))
+                shares.append(ScheduledRequest(request, request.num_uncomputed_tokens, tuple(guesses) * verify))
+            used = {request.row for request in running}
+            unused = [slot for slot in range(runner.max_num_seqs) if slot not in used]
+            for each in everything(runner):
+                each[unused] = -3.0
+            output = runner.execute(shares)
+            steps += not new
+            assert all((each[unused] == -3).all() for each in everything(runner))
+            for request, share, tokens, count in zip(list(running), shares, output.tokens, right, strict=True):
+                wanted = alone[int(request.request_id)][request.num_output_tokens :]
+                assert list(tokens)[: len(wanted)] == wanted[: count + 1]
+                accepted.add(count)
+                request.num_computed_tokens += share.num_tokens + count
+                request.token_ids += tokens
+                if request.num_output_tokens >= 6 + int(request.request_id) % 3:
+                    running.remove(request)
+                    runner.release(request)
+        statistics = runner.statistics()
+    assert statistics.graph_replays - before == steps > 10
+    assert (statistics.engaged > 0) == (lanes > 0)
+    assert accepted == set(range(drafts + 1))
+
+
+def test_without_triton_they_are_not_captured(hybrid: Path) -> None:
+    with pytest.raises(ConfigError, match="linear attention can be captured with its Triton kernels only"):
+        make_runner(hybrid, cudagraph_mode="full", graphs=FakeGraphs())

@@ -265,16 +265,11 @@ def test_the_memory_of_the_cache_is_the_only_one(
 
 
 def test_what_does_not_fit_is_refused_with_all_numbers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"takes \d+ \(weights \d+, the largest step \d+, graphs 0\), and two"),
-        measured(checkpoint, monkeypatch, max_num_batched_tokens=10**5, gpu_memory_utilization=0.012),
-    ):
-        pass
-    with (
-        pytest.raises(ConfigError, match=r"the model takes \d+, and two KV blocks"),
-        measured(checkpoint, monkeypatch, gpu_memory_utilization=0.001),
-    ):
-        pass
+    steps = r"takes \d+ \(weights \d+, the largest step \d+, graphs 0\), and two"
+    for share, tokens, message in ((0.012, 10**5, steps), (0.001, TOKENS, r"the model takes \d+, and two KV blocks")):
+        options = {"gpu_memory_utilization": share, "max_num_batched_tokens": tokens}
+        with pytest.raises(ConfigError, match=message), measured(checkpoint, monkeypatch, **options):
+            pass
 
 
 # -------------------------------------------------------------------------------------------------------- arithmetic

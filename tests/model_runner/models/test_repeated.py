@@ -145,18 +145,15 @@ def test_with_experts_on_other_ranks_the_rest_is_repeated(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "most_bytes"),
-    [
-        ("Llama", {}, 0),  # no memory for it
-        ("Llama", {"attention_backend": "torch"}, repeated.MOST_BYTES),
-    ],
+    ("options", "most_bytes"),
+    [({}, 0), ({"attention_backend": "torch"}, repeated.MOST_BYTES)],
     ids=["memory", "torch attention"],
 )
 def test_other_steps_run_as_always(
-    tmp_path: Path, family: str, options: dict[str, Any], most_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, options: dict[str, Any], most_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repeated, "MOST_BYTES", most_bytes)
-    with ModelRunner(make_checkpoint(tmp_path, family), **{**NATIVE, **options}) as runner:
+    with ModelRunner(make_checkpoint(tmp_path, "Llama"), **{**NATIVE, **options}) as runner:
         decode(runner, [2] * 6)
         assert repetitions(runner) == 0
 

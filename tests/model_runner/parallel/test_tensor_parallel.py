@@ -319,6 +319,7 @@ def test_the_document_names_what_there_is() -> None:
 
 
 HEAD = TINY_MOE.parent / "tiny-moe-eagle"
+ROOM: dict[str, Any] = {"kv_cache_memory": 8 << 20, "max_num_seqs": 4}
 PROMPTS = [[(29 * index + 7 * place) % 300 + 3 for place in range(4 + 5 * index)] for index in range(4)]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.9, logprobs=2)  # unseeded: each rank draws its own
@@ -334,18 +335,11 @@ LEAST_STEPS = 4
 
 def on_a_rank(rank: int, world_size: int) -> dict[str, list[list[int]]]:
     """The last rank's logits have nothing to do with the model; its drafts and tokens come from them, too."""
-    group = CommGroup.from_process_group(timeout_s=20)
+    shared: dict[str, Any] = {"group": CommGroup.from_process_group(timeout_s=20), "tensor_parallel_size": 2, **ROOM}
+    dbo = UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=4)
     given: dict[str, list[list[int]]] = {}
     for name, drafts in {"plain": None, **DRAFTS}.items():
-        with ModelRunner(
-            TINY_MOE,
-            group=group,
-            tensor_parallel_size=2,
-            kv_cache_memory=8 << 20,
-            max_num_seqs=4,
-            dbo=UBatchConfig(dbo_decode_token_threshold=4, dbo_prefill_token_threshold=4),
-            **runner_options(drafts),
-        ) as runner:
+        with ModelRunner(TINY_MOE, dbo=dbo, **shared, **runner_options(drafts)) as runner:
             if rank == 1:
                 astray(runner)
             if drafts is None:
@@ -367,7 +361,7 @@ def astray(runner: ModelRunner) -> None:
 
 @pytest.mark.wide
 def test_tokens_and_drafts_are_those_of_the_first_rank() -> None:
-    with ModelRunner(TINY_MOE, kv_cache_memory=8 << 20, max_num_seqs=4) as alone:
+    with ModelRunner(TINY_MOE, **ROOM) as alone:
         wanted = [list(output.token_ids) for output in generate(alone, PROMPTS[::2], GREEDY)]
     first, second = run_ranks(on_a_rank, 2)
     assert first == second

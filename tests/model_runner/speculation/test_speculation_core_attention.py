@@ -30,14 +30,8 @@ from ubatch import ConfigError, ForwardMode
 MHA = AttentionShape(4, 2, 16)
 MLA = MLAShape(num_heads=2, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 PAGE = 32
-BACKENDS = [
-    ("torch", False),
-    ("auto", False),
-    ("triton", False),
-    ("trtllm_mha", False),
-    ("torch", True),
-    ("trtllm_mla", True),
-]
+OF_MHA, OF_MLA = ("torch", "auto", "triton", "trtllm_mha"), ("torch", "trtllm_mla")
+BACKENDS = [*((name, False) for name in OF_MHA), *((name, True) for name in OF_MLA)]
 PREFIXES, NODES = (9, 62, 1, 31), 4
 ACCEPTED = ((0, 1, 2, 3), (4,), (8, 10), (12, 13, 15))
 """All of a chain, only a root, and paths through trees."""

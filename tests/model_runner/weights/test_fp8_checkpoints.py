@@ -292,16 +292,14 @@ def test_experts_in_fp8_of_three_dimensions_are_refused(tmp_path: Path) -> None:
         Checkpoint(one_weight(tmp_path, stored, FP8_CONFIG)).load("w", 2, 16, 16)
 
 
-def group(**weights: Any) -> dict[str, Any]:
-    config = compressed("tensor").config
-    config["config_groups"]["group_0"]["weights"].update(weights)
-    return config
-
-
 def with_group(**changes: Any) -> dict[str, Any]:
     config = compressed("tensor").config
     config["config_groups"]["group_0"].update(changes)
     return config
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    return with_group(weights=compressed("tensor").config["config_groups"]["group_0"]["weights"] | weights)
 
 
 @pytest.mark.parametrize(

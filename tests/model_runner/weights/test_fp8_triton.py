@@ -171,20 +171,14 @@ def test_auto_keeps_them_in_fp8_on_a_gpu(tmp_path: Path) -> None:
     assert (found - expected).norm() < 9e-2 * expected.norm()
 
 
-PROJECTED_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-QWEN3 = {**PROJECTED_SIZES, "num_key_value_heads": 4, "head_dim": 64}
+QWEN3 = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 64}
 OF_DEEPSEEK = {
-    **PROJECTED_SIZES,
+    **DEEPSEEK,
+    "intermediate_size": 256,
     "q_lora_rank": 128,
     "kv_lora_rank": 136,  # with the key's 8 dimensions the last rows of the first product: one block, and 16 rows
     "qk_nope_head_dim": 24,
     "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "n_shared_experts": 1,
 }
 ATTENTION = [f"layers.{layer}.attention.{part}" for layer in range(2) for part in ("qkv", "out")]
 LATENT = [f"layers.{layer}.attention.{part}" for layer in range(2) for part in ("q_up", "down", "out")]

@@ -79,7 +79,7 @@ def test_shards_are_opened_when_asked_for(sharded: Path) -> None:
     assert len(checkpoint._files) == 1
     checkpoint.close()
     assert norm.sum() > 0
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    index = json.loads((sharded / INDEX).read_text())
     assert checkpoint.names == frozenset(index["weight_map"])
 
 
@@ -114,51 +114,44 @@ def test_registering_models() -> None:
     register_model("Qwen3MoeForCausalLM", "model_runner.models.qwen:Qwen3MoeForCausalLM")
 
 
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).unlink()
+INDEX = "model.safetensors.index.json"
 
 
-def rename(name: str, to: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).rename(path / to) and None
-
-
-def write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).write_text(text) and None
-
-
-def folder(name: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).mkdir()
+def write(text: str) -> Callable[[Path], object]:
+    return lambda file: file.write_text(text)
 
 
 @pytest.mark.parametrize(
-    ("damage", "error", "message"),
+    ("name", "damage", "error", "message"),
     [
-        (remove("config.json"), CheckpointFileMissing, "config.json is missing"),
-        (write("config.json", "{"), CheckpointError, "not valid JSON"),
-        (write("config.json", "[]"), CheckpointError, "one JSON object"),
-        (write("config.json", f'{{"a": {"9" * 6000}}}'), CheckpointError, "value has 6000 digits$"),
-        (remove("model.safetensors"), CheckpointFileMissing, "neither model.safetensors nor"),
+        ("config.json", Path.unlink, CheckpointFileMissing, "config.json is missing"),
+        ("config.json", write("{"), CheckpointError, "not valid JSON"),
+        ("config.json", write("[]"), CheckpointError, "one JSON object"),
+        ("config.json", write(f'{{"a": {"9" * 6000}}}'), CheckpointError, "value has 6000 digits$"),
+        ("model.safetensors", Path.unlink, CheckpointFileMissing, "neither model.safetensors nor"),
         (
-            rename("model.safetensors", "model-00001-of-00001.safetensors"),
+            "model.safetensors",
+            lambda file: file.rename(file.with_stem("model-00001-of-00001")),
             CheckpointFileMissing,
             r"'model-00001-of-00001\.safetensors', but no model\.safetensors\.index\.json, .* Copy it from where",
         ),
-        (write("model.safetensors", "not tensors"), CheckpointError, "not a readable safetensors file"),
-        (write("model.safetensors.index.json", "{}"), CheckpointError, "weight_map"),
-        (write("model.safetensors.index.json", "[" * 100_000), CheckpointError, r"index\.json is not valid JSON"),
-        (folder("model.safetensors.index.json"), CheckpointError, r"cannot read .*index\.json: Is a directory"),
+        ("model.safetensors", write("not tensors"), CheckpointError, "not a readable safetensors file"),
+        (INDEX, write("{}"), CheckpointError, "weight_map"),
+        (INDEX, write("[" * 100_000), CheckpointError, r"index\.json is not valid JSON"),
+        (INDEX, Path.mkdir, CheckpointError, r"cannot read .*index\.json: Is a directory"),
         (
-            write("model.safetensors.index.json", '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+            INDEX,
+            write('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
             CheckpointFileMissing,
             "model-00001-of-00002.safetensors is missing",
         ),
     ],
 )
 def test_damaged_files(
-    single: Path, tmp_path: Path, damage: Callable[[Path], None], error: type[Exception], message: str
+    single: Path, tmp_path: Path, name: str, damage: Callable[[Path], object], error: type[Exception], message: str
 ) -> None:
     path = copied(single, tmp_path)
-    damage(path)
+    damage(path / name)
     with pytest.raises(error, match=message):
         ModelRunner(path)
 
@@ -184,7 +177,7 @@ OUT_OF_PLACE = "no safetensors file of that folder"
     ],
 )
 def test_an_index_that_cannot_be_is_named(single: Path, tmp_path: Path, weight_map: object, message: str) -> None:
-    index = copied(single, tmp_path) / "model.safetensors.index.json"
+    index = copied(single, tmp_path) / INDEX
     index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=message) as caught:
         Checkpoint(index.parent).check_weights()
@@ -203,7 +196,7 @@ def test_what_is_long_in_a_file_is_cut(single: Path, tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_only_the_index_has(single: Path, tmp_path: Path) -> None:
-    index = copied(single, tmp_path) / "model.safetensors.index.json"
+    index = copied(single, tmp_path) / INDEX
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot read tensor 'a'"):
         Checkpoint(index.parent).load_scalar("a")
