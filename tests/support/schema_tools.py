@@ -6,7 +6,43 @@ They are written for the tests, in the manner of such tools.
 from collections.abc import Mapping
 from typing import Any
 
-from schema_features import by_pattern, defined, formatted, number, open_object, places, ref, whole
+
+def open_object(required: str = "", /, **properties: Any) -> dict[str, Any]:
+    """An object; `required` has the names of its required properties, or `*` for all."""
+    names = list(properties) if required == "*" else required.split()
+    return {"type": "object", "properties": properties, "required": names}
+
+
+def by_pattern(patterns: Mapping[str, Any], *examples: Any, **more: Any) -> dict[str, Any]:
+    """An object whose properties have these names."""
+    closed = {"patternProperties": patterns, "additionalProperties": False}
+    return {"type": "object", **closed, "examples": list(examples), **more}
+
+
+def places(*items: Any, **more: Any) -> dict[str, Any]:
+    """A list whose first items have schemas of their own."""
+    return {"type": "array", "prefixItems": list(items), **more}
+
+
+def formatted(name: str, *examples: str) -> dict[str, Any]:
+    return {"type": "string", "format": name, "examples": list(examples)}
+
+
+def whole(low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {"type": "integer", "minimum": low, "maximum": high, **more}
+
+
+def number(low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {**whole(low, high, **more), "type": "number"}
+
+
+def ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def defined(name: str, schema: Any) -> dict[str, Any]:
+    """A schema that may refer to itself."""
+    return {"$defs": {name: schema}, **ref(name)}
 
 
 def _strict(**properties: Any) -> dict[str, Any]:
