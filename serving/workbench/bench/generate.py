@@ -3,8 +3,6 @@
 One process, all cores, the same checkpoint, prompts and number of new tokens, greedy; the tokens are compared first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

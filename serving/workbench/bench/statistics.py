@@ -1,7 +1,5 @@
 """Measuring for every benchmark: cores, arms interleaved A B B A, medians, paired ratios, a bootstrap interval."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -15,8 +15,6 @@ transport, so that there is no communication to hide. The difference is the cost
 splitting, merging. Eager steps of this size are bound by the CPU that launches kernels, and every hand-off delays it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -19,8 +19,6 @@ The schedule hides most if attention and experts take equally long, so the bench
 nearest to that. The table also has the most that the schedule could reach.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ held out            the planner's placements against the published algorithm's, 
                     published algorithm sees their sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise

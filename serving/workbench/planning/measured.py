@@ -8,8 +8,6 @@ simulator predicts the time of the overlapped step.
                       that drift of the machine affects all of them alike
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Predict the best schedule for a machine that is not at hand, its token threshold, and what limits it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

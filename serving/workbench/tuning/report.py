@@ -3,8 +3,6 @@
 Charts of the measured speed-ups are an HTML page that needs no other files, and a PNG if matplotlib is installed.
 """
 
-from __future__ import annotations
-
 import html
 import itertools
 import math

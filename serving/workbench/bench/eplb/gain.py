@@ -20,8 +20,6 @@ Prediction: whether the simulator says what a skewed step takes, from the stages
 Two kinds of steps: lanes one after the other, in which nothing overlaps, and lanes under the schedule.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

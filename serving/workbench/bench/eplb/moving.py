@@ -16,8 +16,6 @@ The same tokens: greedy ones of three runs.
     moving    all experts change their ranks meanwhile
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -10,8 +10,6 @@ A bias on every router's logits makes experts popular by Zipf's law. Which exper
 layer, but so that the busiest rank has the load that was asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ Each rank looks into a folder before every step. What it finds there is done by 
               with SIGSEGV. The file stays.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 """The parts of `ubatch bench faults` that measure: how long a stream stands still, what restarts cost a server where
 nothing fails, and what grows in the API process."""
 
-from __future__ import annotations
-
 import asyncio
 import calendar
 import math

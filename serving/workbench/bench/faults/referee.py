@@ -12,8 +12,6 @@ The referee is an undisturbed server of one rank: its answers are right, and whe
 there. All else is pure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

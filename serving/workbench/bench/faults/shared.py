@@ -1,8 +1,6 @@
 """What the sections of `ubatch bench faults` share: options, requests, their right answers, who judges; what was
 promised, with which they compare what they saw; and requests that run meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -10,8 +10,6 @@ The answer to an order that fails is {"error"}. It ends when its standard input 
 libraries, goes to standard error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

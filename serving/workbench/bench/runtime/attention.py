@@ -8,8 +8,6 @@
 Attention is measured as the model runs it: one plan per step, shared by all layers; the figure includes its cost.
 """
 
-from __future__ import annotations
-
 import tempfile
 import timeit
 from collections.abc import Callable, Mapping

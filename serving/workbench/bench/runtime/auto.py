@@ -19,8 +19,6 @@ removes this noise. Each arm keeps its own time outside the forward: deciding, v
 hide an effect of deciding on the forward itself.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence

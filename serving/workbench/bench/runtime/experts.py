@@ -5,8 +5,6 @@ weights are read from memory, as in a model. With few tokens reading the weights
 arithmetic does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ threads over each wake-up primitive. Three settings: pinned to one core, not pin
 Python thread that keeps the interpreter lock busy. Outside lanes, a `dbo_yield` is compared with an empty function.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

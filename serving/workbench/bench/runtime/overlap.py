@@ -28,8 +28,6 @@ one after the other may compute for longer, as each of them reads all weights ag
 bound. The ideal machine's time is a prediction, and no bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -10,8 +10,6 @@ text, interleaved A B B A, for one request alone and for several at once; the ti
 prompts, drafting included. Last, two ranks that share experts overlap their verify steps, and these are counted.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

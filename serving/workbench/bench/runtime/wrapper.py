@@ -9,8 +9,6 @@ Each part is timed alone, in turns with the others. The guard is also shown as a
 model with 100 tensors, each layer `[hidden, hidden]`.
 """
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable
 

@@ -15,8 +15,6 @@ run. The host does all that it does in the overlap loop, and fills the masks of 
 the device's time hides. Applying masks is the device's work, and is left out.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence

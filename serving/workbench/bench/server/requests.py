@@ -1,7 +1,5 @@
 """Requests of the load generator: it sends them when due, reads and times their streams, and may drop them midway."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence

@@ -15,8 +15,6 @@ On a CPU a step's masks are filled after its forward; on a GPU they are filled w
 by the same three arms on a fake device (`fake_device`).
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """Attacks on a server, and the answers that it may give: a table of bodies, one of connections, one of loads."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
