@@ -361,7 +361,7 @@ class EagerOnly:
 
     name: ClassVar[str]
 
-    def _refuse(self, *given: Any) -> Any:
+    def _refuse(self, *given: Any, **named: Any) -> Any:
         """See `AttentionBackend`; always refuses."""
         raise ConfigError(
             f"attention back end {self.name!r} cannot run in a CUDA graph. Choose another one, or cudagraph_mode none."

@@ -1,4 +1,6 @@
-"""An EAGLE-style draft head: it estimates the target's next hidden state, from which the output layer drafts a token.
+"""Draft heads: the layers for multi-token prediction that some checkpoints have, and an EAGLE-style one.
+
+The latter estimates the target's next hidden state, from which the output layer drafts a token.
 
     input at t     the target's hidden state of token t, and token t + 1
     one step       fc(embedding of token t + 1 | hidden state of token t) -> decoder layers -> norm

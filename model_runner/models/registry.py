@@ -1,4 +1,4 @@
-"""Model classes by a checkpoint's architecture name. A new family is a file in this folder and a
+"""Model classes by a checkpoint's architecture name. A new family is a class in this folder and a
 line here, by which it is tested; `docs/adding-a-model.md` has the lists that it also needs.
 
 A checkpoint is read whole, or it says what it left:

@@ -56,7 +56,7 @@ class All2AllTraits:
             (`All2All.open_combine`).
         sends_blocks: a combine may send the rows that a block of experts has completed while the host launches, or
             computes, the next blocks (`All2All.dispatch_blocks`).
-        obeys_sms: it uses only the SMs that a schedule reserves for communication (`ubatch.streams.streams`).
+        obeys_sms: it uses only the SMs that a schedule reserves for communication (`ubatch.SMBudget`).
         max_tokens: the most tokens of a rank that a dispatch has room for; None for any number. A layer with more sends
             them in pieces, one after the other, as many as the rank with most tokens needs.
     """

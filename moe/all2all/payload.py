@@ -4,6 +4,7 @@
 
 The 8k bytes behind the hidden state are a whole number of elements of every floating dtype, so a row is a plain
 tensor row of that dtype and three messages become one.
+
 `check_dispatch` and `refuse_gradients` refuse what no transport carries between ranks.
 """
 

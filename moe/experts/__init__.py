@@ -10,6 +10,6 @@ triton       this project's Triton kernels; GPUs, both layouts, fp8
 triton_batched   the same for the low-latency layout only
 
 `base` is the protocol, `quantization` packs fp8 in blocks. `registry` finds back ends by name, and chooses the one for
-`auto` by measuring. The first two are in `torch_experts`, which may have biases and a clamped activation; `packed` and
-`native` in `cpu`.
+`auto` by measuring. `reference` and `grouped` are in `torch_experts`, and may have biases and a clamped activation;
+`packed` and `native` in `cpu`.
 """

@@ -119,7 +119,7 @@ class FusedExperts(nn.Module):
 
     Attributes:
         capturable: see `Experts`.
-        obeys_sms: the kernels use only the SMs that a schedule leaves to compute (`ubatch.streams.streams`).
+        obeys_sms: the kernels use only the SMs that a schedule leaves to compute (`ubatch.SMBudget`).
         dtype: dtype of the weights and of the output.
         hidden_size, intermediate_size: `H` and `I`.
 

@@ -11,7 +11,7 @@ A signal is one int32 for every block of 64 rows of an expert, `int32[E * ceil(C
 after it is stored (release); a block is done when all its column tiles have added theirs (`threshold`). The copy reads
 the signal (acquire), copies the block and resets the signal to 0, so that a captured graph needs no reset in between.
 
-**No deadlock.** A waiting program holds its SM. So the two kernels divide the SMs (`ubatch.streams.streams`), and the
+**No deadlock.** A waiting program holds its SM. So the two kernels divide the SMs (`ubatch.SMBudget`), and the
 producer is launched first: its programs always have SMs to run on. In a graph the two are branches that the device may
 start in any order; the SMs that the copy leaves free let the projection run there.
 

@@ -281,7 +281,7 @@ class Front:
             own = dict(changes)
             if base.seed is None and not base.greedy and self._fresh_seed is not None:
                 own["seed"] = self._fresh_seed()
-            elif base.seed is not None and index:
+            elif base.seed is not None and not base.greedy and index:
                 own["seed"] = base.seed + index
             if index and base.prompt_logprobs is not None:
                 own["prompt_logprobs"] = None

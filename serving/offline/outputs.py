@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` return, with vLLM's names and attributes; and prompts that run, from steps to it."""
+"""What `LLM` and `AsyncLLM` return, with vLLM's names and attributes; metrics; jobs, whose steps become outputs."""
 
 from __future__ import annotations
 

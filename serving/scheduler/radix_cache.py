@@ -29,6 +29,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from attention import KVCacheError
 
@@ -73,9 +74,9 @@ class RadixNode:
         self.snapshot: int | None = None
 
 
-def _path(node: RadixNode) -> Iterator[RadixNode]:
-    """A node and those above it, but the root."""
-    while node.parent is not None:
+def _path(node: RadixNode | None, root: RadixNode) -> Iterator[RadixNode]:
+    """A node and those above it, but the root; of one that was evicted, the node alone."""
+    while node is not None and node is not root:
         yield node
         node = node.parent
 
@@ -242,14 +243,14 @@ class RadixCache:
 
     def lock(self, node: RadixNode) -> None:
         """Protect a node and the path to it from eviction."""
-        for step in _path(node):
+        for step in _path(node, self.root):
             if step.locks == 0:
                 self.num_locked += len(step.blocks)
             step.locks += 1
 
     def unlock(self, node: RadixNode) -> None:
         """Remove one lock from a node and the path to it."""
-        for step in _path(node):
+        for step in _path(node, self.root):
             if step.locks == 0:
                 raise KVCacheError("a node of the prefix cache was unlocked more often than locked.")
             step.locks -= 1
@@ -259,7 +260,8 @@ class RadixCache:
 
     def num_unlocked(self, node: RadixNode) -> int:
         """Number of evictable blocks on the path to a node: those that `lock` would protect."""
-        return sum(len(step.blocks) for step in _path(node) if step.locks == 0)
+        unlocked = takewhile(lambda step: step.locks == 0, _path(node, self.root))  # above a locked node all are
+        return sum(len(step.blocks) for step in unlocked)
 
     def evict(self, num_blocks: int) -> list[int]:
         """Evict and return up to `num_blocks` blocks, the least recently used first; fewer if the rest is locked."""

@@ -124,7 +124,7 @@ _PLAIN = re.compile(r"[-+.\w]*")
 _PLAIN_VALUE = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _MAX_PLAIN = 1000  # characters of a number
 MAX_DEPTH = 200
-"""Most brackets within one another; the standard library's parser gives up at some 1000."""
+"""Most brackets within one another: two of our frames each; the standard library's parser gives up at some 1000."""
 
 
 def read_value(text: Text, give: Give, depth: int = 0) -> Reading[None]:

@@ -67,6 +67,7 @@ def test_a_padded_batch_is_what_kernels_read(metadata: CommonAttentionMetadata, 
     buffers = new_buffers(seq_len_fill=3, fused=fused)
     buffers.query_start_loc.fill_(88)
     buffers.slot_mapping.fill_(99)
+    buffers.seq_lens.fill_(66)
     buffers.block_table.fill_(77)  # as if left from an earlier batch
     buffers.fill(metadata, 5, 18)
     check_filled(buffers, metadata, 5, 18)

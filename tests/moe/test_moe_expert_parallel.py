@@ -30,7 +30,8 @@ from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, UBatchConfig, UBatchWrapper, dbo_current_ubatch_id, tracing
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-SIZES = {**COMMON, **HEADS, "hidden_size": 16, "intermediate_size": 24, "num_experts_per_tok": 2}
+OWN = {"hidden_size": 16, "intermediate_size": 24, "num_experts_per_tok": 2, "initializer_range": 0.3}
+SIZES = {**COMMON, **HEADS, **OWN}
 
 
 def qwen3_moe(**changes: Any) -> nn.Module:

@@ -30,7 +30,7 @@ from moe.transformers_parallel import _LocalExperts, _shares
 from ranks import run_ranks
 from ubatch import CommGroup, ConfigError, GradientError, Schedule, SpanKind
 
-SIZES = {**COMMON, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+SIZES = {**COMMON, "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2}
 
 
 def qwen2_moe() -> nn.Module:

@@ -15,7 +15,6 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
-from _pytest._io.saferepr import saferepr
 from repository import ROOT
 
 NEEDS = {
@@ -54,7 +53,7 @@ def mark_needs(items: Iterable[pytest.Item]) -> None:
 
 
 def mark_left_out(items: Iterable[pytest.Item]) -> None:
-    """Mark parameters that runs leave out, all but those of `sample_of`: by `sample(n)` `slow`, `wide`, or `alike`.
+    """Mark parameters that runs leave out, all but those of `sample_of`: `slow` by `sample(n)`, else `wide` or `alike`.
 
     Raises:
         pytest.UsageError: all parameters of a test with `sample(n)` are slow by themselves.
@@ -89,10 +88,18 @@ def _keep(items: Sequence[Any], size: int, mark: str, few_values: int = _FEW_VAL
     """Mark all parameters of a test but `size`, or some more."""
     if size >= len(items):
         return
-    cases = [{(name, saferepr(each, None)) for name, each in item.callspec.params.items()} for item in items]
+    cases = [{(name, _shown(each)) for name, each in item.callspec.params.items()} for item in items]
     kept = sample_of(cases, size, few_values)
     for place in set(range(len(items))) - set(kept):
         items[place].add_marker(mark)
+
+
+def _shown(value: object) -> str:
+    """A value as text; its place in memory if it has none, as an integer of more than 4,300 digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return str(id(value))
 
 
 def sample_of(cases: Sequence[Set[tuple[str, str]]], size: int, few_values: int = _FEW_VALUES) -> list[int]:

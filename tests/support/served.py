@@ -16,7 +16,7 @@ Metrics = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 def read_metrics(base_url: str) -> Metrics:
     """Every sample of a server's `/metrics`."""
-    return parse_metrics(httpx.get(f"{base_url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text)
+    return parse_metrics(httpx.get(f"{base_url}/metrics", timeout=90.0, trust_env=False).raise_for_status().text)
 
 
 def parse_metrics(text: str) -> Metrics:

@@ -6,10 +6,10 @@ Back ends are made one after the other. Each is timed with every batch and dropp
 only one has weights and workspaces in memory. All batches have equal weight (geometric mean). A back end that fails is
 left out, with a warning in the log.
 
-On a CPU nothing is kept in the file: `best_times` is quick enough for every process. What
-was measured so (`choice`) may be taken over by the process that takes a rank's place. A process that does not remember
-measures for itself. One that remembers decides as the earlier one did: it starts sooner, and its kernels, and so the
-last bits of its results, are the same.
+On a CPU nothing is kept in the file: `best_times` is quick enough for every process. What was measured so (`choice`)
+may be taken over by the process that takes a rank's place. A process that does not remember measures for itself. One
+that remembers decides as the earlier one did: it starts sooner, and its kernels, and so the last bits of its results,
+are the same.
 """
 
 from __future__ import annotations

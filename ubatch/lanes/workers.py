@@ -52,7 +52,7 @@ class PoolCounts:
     Attributes:
         steps: steps run in lanes.
         threads_started: worker threads made; more than the lanes means some were replaced.
-        sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.streams.streams`).
+        sm_users: name -> whether that kernel or back end keeps to the SM budget (`ubatch.SMBudget`).
     """
 
     steps: int = 0

@@ -7,7 +7,7 @@ Two layers: `launch_*` returns a `Transfer` (for all-to-all back ends, which pla
 functions without prefix launch, pass the point and wait. All are functional: the input is never written.
 Shapes: `x` is split and concatenated along `dim`, 0 unless said otherwise.
 
-Outside a lane the functions without prefix are differentiable (`differentiable`): a rank gets the
+Outside a lane the functions without prefix are differentiable (`_Collective`): a rank gets the
 gradient of the sum of all ranks' losses, as from `torch.distributed.nn`. If all ranks compute the same loss, divide it
 by the number of ranks. The backward runs collectives of its own, so **every rank of the group takes part in it**, in
 the same order: if a rank does not use a result, or does not call backward, the others wait until their time-out. Make

@@ -102,7 +102,7 @@ class Schedule:
         shared_expert: where the shared expert runs.
         recv: which lane runs a receive hook.
         comm_sms: streaming multiprocessors of a GPU that compute kernels leave to communication kernels, if both
-            support it (`ubatch.streams.streams`). 0 reserves none; the grouped GEMM then distributes its tiles
+            support it (`ubatch.SMBudget`). 0 reserves none; the grouped GEMM then distributes its tiles
             dynamically.
         signalled: combine starts block by block while later experts are still computed. Transport and experts determine
             how it is triggered: by signals on the device, which needs `comm_sms`, or by the host between blocks of

@@ -89,6 +89,7 @@ class ChunkHandle(Handle):
     """The same for the results of one chunk.
 
     Attributes:
+        row_of_visit, visit_offsets: how the rows that this chunk's combine brings are added up.
         rows: all rows of this dispatch here; results are added to them.
     """
 

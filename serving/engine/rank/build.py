@@ -194,9 +194,6 @@ def warm_up_lengths(options: EngineOptions) -> list[int]:
 # -- checkpoints and descriptions --------------------------------------------------------------------------------------
 
 
-_logger = logging.getLogger(__name__)
-
-
 def count_gpus() -> int:
     """Number of CUDA devices that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -26,7 +26,8 @@ from attention.backends.flashinfer import mla as flashinfer_mla
 from attention.backends.flashinfer_kernels import FlashInferKernel, find_kernel
 from ubatch import ConfigError, ForwardMode
 
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.long
+calls_it = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +253,7 @@ def over(name: str, *batches: Any) -> Any:
     return make_attention_backend(name, batches[0].shape, cache)
 
 
+@calls_it
 @pytest.mark.wide
 @pytest.mark.parametrize("heads", [(8, 2, 64), (2, 2, 64)], ids=["tensor-cores", "cuda-cores"])
 @pytest.mark.parametrize("fp8", [False, True])
@@ -271,6 +273,7 @@ def test_one_back_end_takes_all_batches_in_any_order(
         assert kernels != "fa3" or mask != CUSTOM_MASK
 
 
+@calls_it
 @pytest.mark.wide
 @CAUSAL
 def test_latent_attention_takes_all_batches(name: str, calls: list[tuple[str, str, Any]]) -> None:
@@ -281,6 +284,7 @@ def test_latent_attention_takes_all_batches(name: str, calls: list[tuple[str, st
     assert [asked for _, asked, _ in calls] == ["plan", "run"] * 2
 
 
+@calls_it
 @pytest.mark.parametrize(
     ("mla", "kind"),
     [(mla, kind) for mla in (False, True) for kind in ("decode", "extend", "chain")] + [(False, "tree")],
@@ -301,6 +305,7 @@ def test_graphs_are_planned_again(kind: str, mla: bool, calls: list[tuple[str, s
     assert [asked for _, asked, _ in calls] == ["plan", "plan", "run", "plan", "run"]
 
 
+@calls_it
 @pytest.mark.parametrize("fp8", [False, True])
 @CAUSAL
 def test_tensorrt_llm(name: str, fp8: bool, blackwell: list[str]) -> None:
@@ -319,6 +324,7 @@ def test_tensorrt_llm(name: str, fp8: bool, blackwell: list[str]) -> None:
 # --------------------------------------------------------------------------------------------------- heads of latents
 
 
+@calls_it
 @pytest.mark.parametrize("heads", [1, 2, 8, 16, 32, 64, 128])
 def test_with_these_heads_no_key_is_lost(heads: int, calls: list[tuple[str, str, Any]]) -> None:
     """flashinfer refuses lengths at which its kernels would omit a key; with these heads there are none."""
@@ -331,6 +337,7 @@ def test_with_these_heads_no_key_is_lost(heads: int, calls: list[tuple[str, str,
             )
 
 
+@calls_it
 @pytest.mark.parametrize("heads", [20, 24, 40, 96])
 def test_other_heads_are_refused(heads: int, calls: list[tuple[str, str, Any]]) -> None:
     """Not at the first unlucky length, in the midst of serving."""

@@ -136,8 +136,9 @@ def test_every_step_up_to_the_largest_size_has_a_graph_with_room(
         assert overlaps or shape is None
         return
     assert shape is not None
-    size = min(size for size in sizes if size >= max(ranks))
-    assert shape.lane_requests == (-(-size // lanes) if overlaps else size)  # no larger than it must be
+    shares = lanes if overlaps else 1
+    needed = -(-max(ranks) // shares)
+    assert shape.lane_requests == min(each for size in sizes if (each := -(-size // shares)) >= needed)
     for requests in ranks:
         parts = split_fixed(requests, per_request, lanes) if overlaps else ()
         assert all(part.num_requests <= shape.lane_requests for part in parts)

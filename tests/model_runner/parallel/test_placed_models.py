@@ -41,7 +41,6 @@ def config_of(path: Path) -> DecoderConfig:
 
 
 @pytest.mark.wide
-@pytest.mark.wide_sample(3)
 @pytest.mark.parametrize("family", [each for each in SPARSE if each in FAMILIES])
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(redundant=st.integers(0, 5), seed=st.integers(0, 99))

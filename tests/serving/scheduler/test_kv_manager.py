@@ -277,8 +277,10 @@ def test_misuse_is_told() -> None:
     with pytest.raises(KVCacheError, match="3 tokens do not fill 1 blocks of 2"):
         tree.insert([1, 2, 3], [0])
     node = tree.insert([1, 2], [0]).node
-    with pytest.raises(KVCacheError, match="unlocked more often than locked"):
-        tree.unlock(node)
+    for evicted in (False, True):
+        assert tree.evict(evicted) == [0] * evicted
+        with pytest.raises(KVCacheError, match="unlocked more often than locked"):
+            tree.unlock(node)
 
 
 class Model:

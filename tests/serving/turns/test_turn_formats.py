@@ -40,6 +40,7 @@ HARD: dict[str, Any] = {
     "deep": {"x": [[], {}, None]},
 }
 HARD_JSON = json.dumps(HARD)
+DEEP_JSON = '{"text":' + "[" * 199 + "]" * 199 + "}"
 HARD_TEXT = json.dumps(HARD, ensure_ascii=False)
 
 
@@ -193,6 +194,7 @@ GOOD: Mapping[str, Row] = {
         "deepseek_v3", f"Ok.{ds(('get_weather', HARD_JSON), ('now', '{}'))}!", "Ok.!", [("get_weather", HARD_JSON), NOW]
     ),
     "deepseek_v31": Row("deepseek_v31", ds(("get_weather", '{"city": "Paris"}'), v3=False), calls=[WEATHER]),
+    "deepseek_v31: 200 levels": Row("deepseek_v31", ds(("write", DEEP_JSON), v3=False), calls=[("write", DEEP_JSON)]),
     "deepseek_v31: several": Row(
         "deepseek_v31", f"Ok.{ds(('now', '{}'), ('write', HARD_JSON), v3=False)}", "Ok.", [NOW, ("write", HARD_JSON)]
     ),

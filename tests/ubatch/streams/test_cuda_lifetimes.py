@@ -174,7 +174,9 @@ def test_a_hook_raises(lanes: Lanes) -> None:
         dbo_yield()
 
     with pytest.raises(RuntimeError, match="invalid for input"):
-        run_and_check(lanes, body, body)
+        lanes.run(body, body)
+    compute()
+    lanes.cuda.check()
 
 
 def test_switching_by_hand(lanes: Lanes) -> None:

@@ -23,10 +23,6 @@ def count_on_a_tensor(module: Any) -> None:
     module.linear.bias.calls = getattr(module.linear.bias, "calls", 0) + 1
 
 
-def count_in_c(module: Any) -> None:
-    module.shared.value += 1
-
-
 def write_in_inference_mode(module: Any) -> None:
     with torch.inference_mode():
         module.held.add_(1)

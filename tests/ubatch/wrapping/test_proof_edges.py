@@ -258,7 +258,6 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_experts": 16, "moe_inte
 
 
 @pytest.mark.wide
-@torch.inference_mode()
 def test_near_ties_retire_nothing() -> None:
     """Proofs of a model in bfloat16, each of other tokens, and each of a wrapper that knows nothing."""
     torch.manual_seed(0)
@@ -267,7 +266,7 @@ def test_near_ties_retire_nothing() -> None:
     model = Qwen3MoeForCausalLM(config).eval().bfloat16()
     for number in range(10):
         rows, length = 2 + number % 11, 1 + number * 7 % 40
-        with wrapped(model, **FIRST) as wrapper:
+        with torch.inference_mode(), wrapped(model, **FIRST) as wrapper:
             for _ in range(2):
                 wrapper(torch.randint(1000, (rows, length)), use_cache=False)
             assert wrapper.statistics().proved == 2, wrapper.statistics().last_reason

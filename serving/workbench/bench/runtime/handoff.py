@@ -132,8 +132,9 @@ def _ring_us(kind: Callable[[], EventFdWakeUp | LockWakeUp | _EventWakeUp], hand
         wakes[1 - own].set()
 
     with ThreadPoolExecutor(2) as pool:
-        pool.map(lane, range(2))
+        lanes = pool.map(lane, range(2))
         wakes[0].set()
+        list(lanes)  # raises what a lane raised
     return times[0] / handoffs * 1e6
 
 

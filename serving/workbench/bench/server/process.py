@@ -281,7 +281,7 @@ def subject(
     model: Path, flags: Sequence[str], *, program: Sequence[str] = UBATCH, variables: Mapping[str, str] | None = None
 ) -> Iterator[Subject]:
     """A server that is ready; it has ended after the block, and `ended` says how."""
-    with tempfile.TemporaryDirectory(prefix="ubatch-faults-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ubatch-bench-") as folder:
         begun = time.monotonic()
         own = {"TMPDIR": folder, **(variables or {})}
         with running_server(model, flags, program=program, environment=own) as process:

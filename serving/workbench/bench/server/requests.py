@@ -270,7 +270,7 @@ async def send(server: Server, client: httpx.AsyncClient, task: Task, started: f
         ):
             async for payload, now in payloads:
                 reading.take(payload, now)
-                if task.cancel_after is not None and len(reading.times) >= task.cancel_after:
+                if server.stream and task.cancel_after is not None and len(reading.times) >= task.cancel_after:
                     status = Status.CANCELLED  # leaving closes the connection
                     break
     except (httpx.HTTPError, RequestFailed) as failure:
