@@ -223,6 +223,7 @@ def test_stop_strings_do_not_end_a_text_before_min_tokens(llm: LLM, min_tokens: 
     assert (only.text, only.token_ids) == (text, ids[:count])
     assert (only.finish_reason, only.stop_reason) == why
     assert count > min_tokens or min_tokens == 24
+    assert llm.statistics[0].num_running == 0, "the engine does not go on behind a stop string"
 
 
 def test_a_stop_token_is_the_last_token_and_no_text(llm: LLM, reference: list[tuple[int, ...]]) -> None:

@@ -10,9 +10,12 @@ from engine_mains import core_over
 from fake_device import DECLINED, ENGAGED, make_core, run
 from fake_runner import VOCAB
 from fake_runner import expected as expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model_runner import FinishReason, ModelRunner, RequestError, SamplingParams, Step, StepOutput, step_runner
 from serving.requests import RequestInput, RequestOutput
+from serving.scheduler import SchedulerConfig
 from ubatch import UBatchConfig
 
 pytestmark = pytest.mark.long
@@ -101,6 +104,39 @@ def test_the_tokens_are_those_of_the_model(overlap: bool) -> None:
     requests = requests_of([LONG, SamplingParams(max_tokens=1), SamplingParams(max_tokens=100), LONG])
     core, _, _ = make_core(overlap=overlap)
     assert run(core, requests) == expected(requests)
+
+
+@pytest.mark.wide
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.builds(
+            SamplingParams,
+            max_tokens=st.integers(1, 30),
+            ignore_eos=st.booleans(),
+            repetition_penalty=st.sampled_from([1.0, 1.0, 1.2]),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 40),
+    st.integers(30, 80),
+    st.booleans(),
+)
+def test_both_loops_give_the_same_under_pressure(
+    params: list[SamplingParams], length: int, blocks: int, prefill_first: bool
+) -> None:
+    requests = requests_of(params, length)
+    config = SchedulerConfig(
+        max_model_len=96,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        enable_chunked_prefill=True,
+        prefill_first=prefill_first,
+    )
+    for overlap in (False, True):
+        core, _, _ = make_core(overlap=overlap, blocks=blocks, config=config)
+        assert run(core, requests) == expected(requests)
 
 
 @pytest.mark.parametrize(("device_s", "host_s"), [(4.0, 1.0), (1.0, 4.0), (2.0, 2.0)])

@@ -48,6 +48,21 @@ def test_the_longest_prefix_match_first() -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
+def test_a_poor_match_is_not_overtaken_for_ever() -> None:
+    loop = make_loop(policy=SchedulingPolicy.LPM, max_num_seqs=1)
+    loop.add("first", [1] * 12, max_tokens=1)
+    loop.run()
+    loop.add("poor", [2] * 12, max_tokens=1)
+    ran: list[str] = []
+    for number in range(400):
+        loop.add(f"rich{number}", [1] * 12, max_tokens=1)
+        ran += admitted(loop.step())
+    assert "poor" in ran
+    assert ran.index("poor") > 200
+    loop.run()
+
+
 def test_a_prompt_that_does_not_fit_now_is_not_overtaken() -> None:
     loop = make_loop(num_blocks=16)
     loop.add("a", [1] * 40, max_tokens=3, ignore_eos=True)

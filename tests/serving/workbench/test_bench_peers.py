@@ -163,7 +163,7 @@ def visit(seconds: float, tokens: list[list[int]], *, visits: int | None = None)
     given = (seconds, tokens)
     if visits is None:
         return Mock(return_value=given)
-    return Mock(side_effect=[*[given] * visits, UBatchError("out of memory\nand more")])
+    return Mock(side_effect=[*[given] * visits, UBatchError("out of memory\nand more"), AssertionError("called again")])
 
 
 def test_each_engine_is_taken_by_its_best_type(capsys: pytest.CaptureFixture[str]) -> None:
