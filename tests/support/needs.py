@@ -95,10 +95,10 @@ def _keep(items: Sequence[Any], size: int, mark: str, few_values: int = _FEW_VAL
 
 
 def _shown(value: object) -> str:
-    """A value as text; its place in memory if it has none, as an integer of more than 4,300 digits."""
+    """A value as text; its place in memory if it has none, being too long (an integer of 5,000 digits) or too deep."""
     try:
         return repr(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return str(id(value))
 
 
