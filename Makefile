@@ -81,7 +81,7 @@ test: setup-test ## the tests, of many cases that are alike a sample: 5 to 7 min
 test-wide: setup-test ## the other cases, and the longest tests; CI runs both
 	$(PYTEST) -m "wide and not slow" $(PARALLEL) $(WORKERS)
 
-test-fast: setup-test ## for every commit: the tests that start nothing and compute little: 1 to 2 minutes on 2 cores
+test-fast: setup-test ## for every commit: the tests that start nothing and compute little: about a minute on 2 cores
 	$(PYTEST) -m "not slow and not wide and not long and not ranks and not server and not triton and not gpu and not alike" $(PARALLEL) $(CORES)
 
 test-slow: setup-test ## the tests that are long by nature: more of the zoo, of interrupts, of transports, of servers
