@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 from zoo_entry import SIZES, pretrained
-from zoo_transformers import dynamic_cache, static_cache
+from zoo_states import dynamic_cache, static_cache
 
 from ubatch.calls.containers import PLAIN
 

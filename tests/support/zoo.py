@@ -4,12 +4,13 @@ It has the expected outcomes; `tests/ubatch/wrapping/test_zoo.py` shows whether 
 """
 
 import zoo_outputs
+import zoo_states
 import zoo_torch
 import zoo_transformers
 from repository import ROOT
 from zoo_entry import OVERLAPS, Entry
 
-_ALL = [*zoo_torch.ENTRIES, *zoo_outputs.ENTRIES, *zoo_torch.RECURRENT, *zoo_transformers.ENTRIES]
+_ALL = [*zoo_torch.ENTRIES, *zoo_outputs.ENTRIES, *zoo_torch.RECURRENT, *zoo_transformers.ENTRIES, *zoo_states.ENTRIES]
 
 ENTRIES: dict[str, Entry] = {entry.name: entry for entry in _ALL}
 """By name, in the order of the page."""

@@ -129,9 +129,7 @@ def _take(answer: Answer, payload: bytes) -> None:
             raise RequestFailed(f"output {each.index} goes on after its end ({choice.finish_reason}).")
         choice.text += each.text or ""
         choice.tokens += each.token_ids or ()
-        choice.logprobs += [
-            value for value in (each.logprobs.token_logprobs if each.logprobs else ()) if value is not None
-        ]
+        choice.logprobs += [value for value in (each.logprobs or {}).get("token_logprobs", ()) if value is not None]
         choice.finish_reason = each.finish_reason
         if each.token_ids:
             answer.times.append(time.monotonic())

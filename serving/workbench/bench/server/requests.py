@@ -148,15 +148,11 @@ class _Text(msgspec.Struct):
     content: str | None = None
 
 
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
-
-
 class _Choice(msgspec.Struct):
     index: int = 0
     text: str | None = None
     token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: Any = None
     delta: _Text | None = None
     message: _Text | None = None
     finish_reason: str | None = None
