@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 LAUNCHED = ("kernel", "triton", "cublas", "nccl ", "memcpy", "memset", "graph launch")
@@ -98,6 +99,7 @@ def compare_launches(*, every: bool = False) -> Counter[str]:
     compared: Counter[str] = Counter()
     made = quick_launch.direct_launch
 
+    @wraps(made)
     def direct_launch(kernel: Any) -> Callable[..., int] | None:
         direct = made(kernel)
         if direct is None:
