@@ -202,7 +202,9 @@ def _pad_kernel(
         tl.store(target + in_ragged, tl.load(source + in_padded, mask=filled, other=0), mask=filled)
 
 
-def _launch(target: Tensor, source: Tensor, ragged: Tensor, query_start_loc: Tensor, most: int, *, pad: bool) -> None:
+def _launch_pad(
+    target: Tensor, source: Tensor, ragged: Tensor, query_start_loc: Tensor, most: int, *, pad: bool
+) -> None:
     """Copy the rows `[T, row]` of `ragged` to a rectangle, or back."""
     row = ragged.shape[1]
     block = min(power_of_2(row), _MAX_BLOCK)
@@ -224,7 +226,7 @@ def pad_ragged(x: Tensor, query_start_loc: Tensor, max_query_len: int) -> Tensor
     out = x.new_empty(query_start_loc.shape[0] - 1, max_query_len, *x.shape[1:])
     if out.numel():
         flat = rows_contiguous(x.reshape(x.shape[0], -1))
-        _launch(out, flat, flat, query_start_loc, max_query_len, pad=True)
+        _launch_pad(out, flat, flat, query_start_loc, max_query_len, pad=True)
     return out
 
 
@@ -241,5 +243,5 @@ def unpad_ragged(padded: Tensor, query_start_loc: Tensor, num_tokens: int) -> Te
     """
     out = padded.new_zeros(num_tokens, *padded.shape[2:])
     if padded.numel() and num_tokens:
-        _launch(out, padded.contiguous(), out.view(num_tokens, -1), query_start_loc, padded.shape[1], pad=False)
+        _launch_pad(out, padded.contiguous(), out.view(num_tokens, -1), query_start_loc, padded.shape[1], pad=False)
     return out

@@ -64,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     rows = rows_contiguous(x.reshape(-1, x.shape[-1]))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(out, None, rows, None, weight, eps)
+    _launch_norm(out, None, rows, None, weight, eps)
     return out
 
 
@@ -78,11 +78,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     out, summed = (torch.empty(residual.shape, dtype=residual.dtype, device=x.device) for _ in range(2))
     rows, residual_rows = (rows_contiguous(each.reshape(-1, each.shape[-1])) for each in (x, residual))
-    _launch(out, summed, rows, residual_rows, weight, eps)
+    _launch_norm(out, summed, rows, residual_rows, weight, eps)
     return out, summed
 
 
-def _launch(
+def _launch_norm(
     out: Tensor, summed: Tensor | None, rows: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> None:
     num_rows, size = rows.shape

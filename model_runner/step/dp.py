@@ -183,7 +183,7 @@ def check_same_requests(decision: Decision, size: int) -> None:
                 )
 
 
-_MODES = {fingerprint(mode): mode for mode in ForwardMode}
+_BY_FINGERPRINT = {fingerprint(mode): mode for mode in ForwardMode}
 
 
 def plan_step(
@@ -244,4 +244,4 @@ def _needed(
 def common_mode(decision: Decision) -> ForwardMode | None:
     """The mode of all ranks with tokens; None if modes differ or no rank has tokens. Mixed counts as prefill."""
     busy = {mode for mode, row in zip(decision.modes, decision.tokens, strict=False) if sum(row)}
-    return _MODES.get(busy.pop()) if len(busy) == 1 else None
+    return _BY_FINGERPRINT.get(busy.pop()) if len(busy) == 1 else None

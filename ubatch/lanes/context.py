@@ -372,15 +372,17 @@ class transfers_end_within(changing["weakref.ref[transfers_end_within] | None"])
     """
 
     def __init__(self, seconds: float | None) -> None:
-        super().__init__(_limit, weakref.ref(self))
+        super().__init__(_transfer_limit, weakref.ref(self))
         self.seconds = seconds
 
 
-_limit: ContextVar[weakref.ref[transfers_end_within] | None] = ContextVar("ubatch_transfer_limit", default=None)
+_transfer_limit: ContextVar[weakref.ref[transfers_end_within] | None] = ContextVar(
+    "ubatch_transfer_limit", default=None
+)
 
 
 def transfer_limit_s() -> float | None:
     """Seconds that a wait may take if no lane and no connection ends it; None: no limit."""
-    reference = _limit.get()
+    reference = _transfer_limit.get()
     limit = None if reference is None else reference()
     return None if limit is None else limit.seconds
